@@ -1,0 +1,66 @@
+"""The literal definition of PaTH attention: the oracle that every implementation is held to.
+
+It shares no algebra with the fast implementations: one Householder factor is applied at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from path_attention.ops.packing import Packing
+
+
+def definition(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor | None,
+    beta: Tensor | None,
+    log_forget: Tensor | None,
+    scale: float,
+    packing: Packing | None,
+) -> tuple[Tensor, Tensor]:
+    """Literal PaTH attention (arXiv 2505.16381 §3; docs/algorithm.md §1), O(T²·D) a head.
+
+        A_ij = scale · k_jᵀ H_{j+1} ⋯ H_i q_i + Σ_{t=j+1..i} log_forget_t,  H_t = I − β_t w_t w_tᵀ
+        o_i  = Σ_{j≤i} softmax_j(A_ij) v_j,      lse_i = log Σ_{j≤i} exp A_ij
+
+    Arguments as in `path_attention`, validated there; gradients by autograd. Computes in the widest
+    of the inputs' dtypes and returns `out` in q's; `lse` stays in the computing dtype.
+    """
+    if packing is not None:
+        tensors = (q, k, v, w, beta, log_forget)
+        split = [[None] * len(packing.lengths) if x is None else x.split(packing.lengths, 1)
+                 for x in tensors]
+        parts = [definition(*document, scale, None) for document in zip(*split, strict=True)]
+        return torch.cat([o for o, _ in parts], 1), torch.cat([lse for _, lse in parts], 1)
+
+    out_dtype = q.dtype
+    dtype = out_dtype
+    for x in (w, beta, log_forget):
+        dtype = dtype if x is None else torch.promote_types(dtype, x.dtype)
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    B, T, HQ, D = q.shape
+    H = k.shape[2]
+    if T == 0:
+        return v.new_zeros(B, 0, HQ, v.shape[3]).to(out_dtype), v.new_zeros(B, 0, HQ)
+    q = q.unflatten(2, (H, HQ // H))  # [B, T, H, G, D]
+
+    moved = q[:, T:]  # queries i > j, moved by H_{j+1} ⋯ H_i
+    decay = q.new_zeros(B, 0, H, HQ // H)
+    columns: list[Tensor] = []
+    for j in range(T - 1, -1, -1):
+        moved = torch.cat([q[:, j : j + 1], moved], 1)  # [B, T - j, H, G, D]
+        decay = torch.cat([q.new_zeros(B, 1, H, HQ // H), decay], 1)
+        score = scale * (moved * k[:, j, None, :, None]).sum(-1) + decay
+        columns.append(torch.nn.functional.pad(score, (0, 0, 0, 0, j, 0), value=-torch.inf))
+        if w is not None and beta is not None:
+            w_j = w[:, j, None, :, None].to(dtype)
+            along = (moved * w_j).sum(-1, keepdim=True)
+            moved = moved - beta[:, j, None, :, None, None].to(dtype) * along * w_j
+        if log_forget is not None:
+            decay = decay + log_forget[:, j, None].to(dtype).unflatten(2, (H, HQ // H))
+    scores = torch.stack(columns[::-1], -1)  # [B, T, H, G, T]
+    out = torch.einsum("bihgj,bjhe->bihge", scores.softmax(-1), v)
+    return out.flatten(2, 3).to(out_dtype), scores.logsumexp(-1).flatten(2, 3)

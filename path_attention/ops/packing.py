@@ -1,0 +1,87 @@
+"""Packed sequences: several documents behind one another in a batch of one, named by their borders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """The borders of packed documents, validated once.
+
+    Validation reads the borders on the host, so building a `Packing` waits for the device; using one
+    does not. Build it where the batch is made and hand it to every layer.
+
+    Attributes:
+        cu_seqlens: int32 `[N + 1]`, the running sum of lengths: 0 first, the number of tokens last.
+        lengths: the N lengths as Python integers; empty documents are allowed.
+    """
+
+    cu_seqlens: Tensor
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def from_lengths(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> Packing:
+        """Pack documents of these lengths (in tokens). Raises ValueError on a negative length."""
+        lengths = tuple(int(n) for n in lengths)
+        if any(n < 0 for n in lengths):
+            raise ValueError(f"lengths: expected non-negative integers, got {min(lengths)}")
+        borders = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+        borders[1:] = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
+        return cls(borders.to(device=device, dtype=torch.int32), lengths)
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Tensor, total: int | None = None) -> Packing:
+        """Validate borders given as a tensor.
+
+        Args:
+            cu_seqlens: integer `[N + 1]`; starts at 0, never decreases, ends at `total`.
+            total: the number of tokens T that the borders must cover; None skips that check.
+
+        Raises:
+            ValueError: naming `cu_seqlens`, what came, and what was expected.
+        """
+        if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
+            raise ValueError(
+                f"cu_seqlens: expected shape [N + 1], got {list(cu_seqlens.shape)}"
+            )
+        if cu_seqlens.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"cu_seqlens: expected int32 or int64, got {cu_seqlens.dtype}")
+        borders = cu_seqlens.tolist()
+        if borders[0] != 0:
+            raise ValueError(f"cu_seqlens: expected to start at 0, got {borders[0]}")
+        lengths = tuple(b - a for a, b in zip(borders[:-1], borders[1:], strict=True))
+        for n, length in enumerate(lengths):
+            if length < 0:
+                raise ValueError(
+                    f"cu_seqlens: expected borders that never decrease, got {borders[n]} then "
+                    f"{borders[n + 1]} at index {n + 1}"
+                )
+        if total is not None and borders[-1] != total:
+            raise ValueError(
+                f"cu_seqlens: expected to end at T = {total}, the number of tokens, "
+                f"got {borders[-1]}"
+            )
+        return cls(cu_seqlens.to(torch.int32), lengths)
+
+    @property
+    def total(self) -> int:
+        """The number of tokens."""
+        return sum(self.lengths)
+
+    def to(self, device: torch.device | str) -> Packing:
+        """The same packing with `cu_seqlens` on another device."""
+        return Packing(self.cu_seqlens.to(device), self.lengths)
+
+    def position_ids(self) -> Tensor:
+        """int64 `[T]`: each token's position in its own document."""
+        device = self.cu_seqlens.device
+        starts = self.cu_seqlens[:-1].to(torch.int64)
+        lengths = torch.tensor(self.lengths, dtype=torch.int64, device=device)
+        return torch.arange(self.total, device=device) - torch.repeat_interleave(
+            starts, lengths, output_size=self.total
+        )
