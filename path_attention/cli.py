@@ -1,0 +1,105 @@
+"""The command `path-attention`: finds the sub-command, parses its options, runs it. No logic here.
+
+A sub-command is a keyword-only dataclass with `run()` that lives beside its owner. It is imported only
+when it is called, so `--help` is quick and an extra that is not installed breaks its own command only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+# words → (module, class, one line of help)
+COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
+    ("train",): (
+        "path_attention.training.command",
+        "Train",
+        "RECIPE [overrides]: train a language model",
+    ),
+    ("corpus", "build"): (
+        "path_attention.training.command",
+        "BuildCorpus",
+        "turn text or code into token files with document borders",
+    ),
+    ("evaluate", "perplexity"): (
+        "path_attention.evaluation.perplexity_by_length",
+        "EvaluatePerplexity",
+        "MODEL …: perplexity by length on the same target tokens",
+    ),
+    ("generate",): (
+        "path_attention.models.generation",
+        "Generate",
+        "MODEL --prompt TEXT: continue a text",
+    ),
+}
+_ERRORS = (ValueError, OSError, FloatingPointError)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run `path-attention` with these words (default: the process's own).
+
+    Exits with 2 and one line `error: …` on bad input or a failing file system; set
+    PATH_ATTENTION_TRACEBACK=1 to see where it came from.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        _run(words)
+    except _ERRORS as error:
+        if os.environ.get("PATH_ATTENTION_TRACEBACK") == "1":
+            raise
+        _fail(" ".join(str(error).split()) or type(error).__name__)
+    except ImportError as error:
+        if os.environ.get("PATH_ATTENTION_TRACEBACK") == "1":
+            raise
+        _fail(f"{error}; `pip install 'path-attention[train]'` brings what the commands need")
+
+
+def _run(words: list[str]) -> None:
+    if not words or words[0] in ("-h", "--help"):
+        print(_usage())
+        return
+    if words[0] == "--version":
+        from path_attention import __version__
+
+        print(f"path-attention {__version__}")
+        return
+    for name, (module, cls, _) in COMMANDS.items():
+        if tuple(words[: len(name)]) == name:
+            command = getattr(importlib.import_module(module), cls)
+            _parse(command, name, words[len(name) :]).run()
+            return
+    known = [" ".join(name) for name in COMMANDS]
+    raise ValueError(f"command: expected one of {known}, got {' '.join(words[:2])!r}")
+
+
+def _parse(command: type, name: tuple[str, ...], words: list[str]):
+    import tyro
+
+    prog = " ".join(("path-attention", *name))
+    if name != ("train",):
+        return tyro.cli(command, prog=prog, args=words)
+    from path_attention.recipes import find_recipe, recipe_usage
+
+    if not words or words[0].startswith("-"):
+        print(recipe_usage(prog))
+        raise SystemExit(0 if words and words[0] in ("-h", "--help") else 2)
+    recipe = find_recipe(words[0])()
+    return tyro.cli(command, prog=f"{prog} {words[0]}", args=words[1:], default=command.of(recipe))
+
+
+def _usage() -> str:
+    width = max(len(" ".join(name)) for name in COMMANDS)
+    lines = ["usage: path-attention COMMAND [options]   (COMMAND --help shows its options)", ""]
+    lines += [f"  {' '.join(name):{width}}  {line}" for name, (_, _, line) in COMMANDS.items()]
+    return "\n".join(lines)
+
+
+def _fail(line: str) -> None:
+    print(f"error: {line}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Training: token corpora, packing, recipes, and one loop on torch's own engine."""
