@@ -1,0 +1,394 @@
+"""A corpus on disk: the tokens of all documents in one memory-mapped file, with their borders.
+
+    tokens.bin      uint16 where the vocabulary fits, else uint32; documents one behind the other
+    borders.npy     int64 [N + 1], in tokens      heldout.npy   bool [N]
+    bytes.npy       int64 [N], UTF-8 bytes        names.json    N names
+    tokenizer/      for `from_pretrained`         corpus.json   what it was made from, and counts
+
+Each document is `<|endoftext|>` + its tokens + `<|endoftext|>` (or the named tokenizer's begin and
+end): the first gives the first real token something to follow, the last teaches where texts end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from path_attention.training import tokenizer as tokenizers
+from path_attention.training.progress import progress_bar, say
+from path_attention.training.sources import HUB, Documents
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+FORMAT = 1
+Split = Literal["train", "heldout"]
+_BATCH_CHARACTERS = 1 << 20  # of text given to the tokenizer at a time
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CorpusRecipe:
+    """What a corpus is made from.
+
+    Attributes:
+        sources: each "stdlib" (the Python standard library's own source), a file, a folder, a glob,
+            or "hub:NAME" (a hub data set, streamed).
+        tokenizer: a name or folder; None trains a byte-level BPE on the training documents.
+        vocab_size: of the trained BPE; 4096 if None. Contradicts `tokenizer`.
+        tokenizer_bytes: train the BPE on at most so much text (the first training documents).
+        heldout_fraction: chance of a document to be held out, by the hash of its name and `seed`.
+        seed: of the held-out split.
+        include: patterns of which a file found in a folder must match one.
+        hub_config: the hub data set's configuration.
+        hub_split: the hub data set's split; held-out documents are taken from it too.
+        hub_column: the hub data set's column of text.
+        max_documents: stop after so many documents.
+    """
+
+    sources: tuple[str, ...] = ("stdlib",)
+    tokenizer: str | None = None
+    vocab_size: int | None = None
+    tokenizer_bytes: int = 200_000_000
+    heldout_fraction: float = 0.05
+    seed: int = 0
+    include: tuple[str, ...] = ("*",)
+    hub_config: str | None = None
+    hub_split: str = "train"
+    hub_column: str = "text"
+    max_documents: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokenizer is not None and self.vocab_size is not None:
+            raise ValueError(
+                f"vocab_size: expected None with tokenizer={self.tokenizer!r}, whose vocabulary is "
+                f"fixed, got {self.vocab_size}"
+            )
+        if self.vocab_size is not None and self.vocab_size < tokenizers.SMALLEST_VOCABULARY:
+            raise ValueError(
+                f"vocab_size: expected at least {tokenizers.SMALLEST_VOCABULARY} (every byte and two "
+                f"special tokens), got {self.vocab_size}"
+            )
+        if not 0 <= self.heldout_fraction < 1:
+            raise ValueError(f"heldout_fraction: expected in [0, 1), got {self.heldout_fraction}")
+        for name in ("tokenizer_bytes", "max_documents"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
+        if self.hub_config is not None and not any(s.startswith(HUB) for s in self.sources):
+            raise ValueError(
+                f"hub_config: expected None without a {HUB} source, got {self.hub_config!r}"
+            )
+
+    def documents(self) -> Documents:
+        """The documents, iterable as often as needed."""
+        return Documents(
+            self.sources,
+            include=self.include,
+            hub_config=self.hub_config,
+            hub_split=self.hub_split,
+            hub_column=self.hub_column,
+            max_documents=self.max_documents,
+        )
+
+    def is_heldout(self, name: str) -> bool:
+        """Whether the document of this name is held out: by its name alone, never by position."""
+        digest = hashlib.sha256(f"{self.seed}:{name}".encode("utf-8", "surrogateescape")).digest()
+        return int.from_bytes(digest[:8], "big") < self.heldout_fraction * 2**64
+
+
+class TokenCorpus:
+    """A corpus opened for reading; its tokens are memory-mapped.
+
+    Attributes:
+        path: its folder.
+        info: the content of corpus.json.
+        tokens: uint16 or uint32 `[total]`.
+        borders: int64 `[N + 1]`, where documents start and end in `tokens`.
+        heldout: bool `[N]`.
+        bytes: int64 `[N]`, UTF-8 bytes of each document's text.
+    """
+
+    def __init__(self, path: Path, info: dict[str, Any]) -> None:
+        self.path = path
+        self.info = info
+        self.borders: np.ndarray = np.load(path / "borders.npy")
+        self.heldout: np.ndarray = np.load(path / "heldout.npy")
+        self.bytes: np.ndarray = np.load(path / "bytes.npy")
+        dtype = np.dtype(info["dtype"])
+        size = (path / "tokens.bin").stat().st_size
+        if size != int(self.borders[-1]) * dtype.itemsize:
+            raise ValueError(
+                f"corpus: {path / 'tokens.bin'} is damaged: expected "
+                f"{int(self.borders[-1]) * dtype.itemsize} bytes, got {size}"
+            )
+        self.tokens: np.ndarray = np.memmap(path / "tokens.bin", dtype=dtype, mode="r")
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> TokenCorpus:
+        """Open the corpus in folder `path`. Raises ValueError if there is none or it is damaged."""
+        path = Path(path)
+        try:
+            info = json.loads((path / "corpus.json").read_text())
+            if info["format"] != FORMAT:
+                raise ValueError(f"expected format {FORMAT}, got {info['format']}")
+            return cls(path, info)
+        except FileNotFoundError as error:
+            raise ValueError(
+                f"corpus: expected a folder made by `path-attention corpus build`, {path} has no "
+                f"{Path(str(error.filename)).name}"
+            ) from error
+        except (json.JSONDecodeError, KeyError, EOFError) as error:
+            raise ValueError(f"corpus: {path} is damaged: {error}") from error
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the sources' content and of every option that shapes the tokens."""
+        return self.info["fingerprint"]
+
+    @property
+    def vocab_size(self) -> int:
+        """Size of the tokenizer's vocabulary, special tokens included."""
+        return self.info["vocab_size"]
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The documents' names."""
+        return json.loads((self.path / "names.json").read_text())
+
+    def documents(self, split: Split) -> np.ndarray:
+        """int64: the indices of the documents of "train" or "heldout"."""
+        if split not in ("train", "heldout"):
+            raise ValueError(f'split: expected "train" or "heldout", got {split!r}')
+        return np.flatnonzero(self.heldout == (split == "heldout"))
+
+    def document(self, n: int) -> np.ndarray:
+        """The token ids of document n, its begin and end included."""
+        return self.tokens[self.borders[n] : self.borders[n + 1]]
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """The tokenizer that made it."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.path / "tokenizer")
+
+
+def build_corpus(
+    sources: Sequence[str] | str,
+    out: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    progress: bool = True,
+    **options: Any,
+) -> TokenCorpus:
+    """Turn texts into a corpus in folder `out`, or open the one there if it has the same fingerprint.
+
+    It is written beside `out` and renamed when complete, so an interruption or a full disk leaves
+    `out` as it was.
+
+    Args:
+        sources, options: as in `CorpusRecipe`.
+        out: the folder to make.
+        overwrite: replace another corpus there; without it that is an error.
+        progress: draw a bar and say what was skipped.
+
+    Raises:
+        ValueError: bad options; nothing readable in the sources; `out` holds something else.
+        OSError: reading or writing failed.
+    """
+    if isinstance(sources, str):
+        sources = (sources,)
+    return build(CorpusRecipe(sources=tuple(sources), **options), out, overwrite, progress)
+
+
+def build(
+    recipe: CorpusRecipe, out: str | os.PathLike[str], overwrite: bool = False, progress: bool = True
+) -> TokenCorpus:
+    """As `build_corpus`, from a `CorpusRecipe`."""
+    out = Path(out)
+    documents = recipe.documents()
+    tokenizer = None if recipe.tokenizer is None else tokenizers.load_tokenizer(recipe.tokenizer)
+    fingerprint = _fingerprint(recipe, documents, tokenizer)
+    if (out / "corpus.json").exists():
+        present = TokenCorpus.open(out)
+        if present.fingerprint == fingerprint:
+            if progress:
+                say(f"corpus: {out} is up to date")
+            return present
+        if not overwrite:
+            raise ValueError(
+                f"out: {out} holds a corpus made from other sources or options; choose another "
+                "folder or overwrite it"
+            )
+    elif out.is_dir() and any(out.iterdir()) or out.is_file():
+        raise ValueError(f"out: expected a new folder, {out} holds something that is not a corpus")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.parent / f".{out.name}.partial-{os.getpid()}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        _write(partial, recipe, documents, tokenizer, fingerprint, progress)
+        _put_in_place(partial, out)
+    except OSError as error:
+        raise OSError(error.errno, f"corpus: {error.strerror or error}", str(out)) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return TokenCorpus.open(out)
+
+
+def cached_corpus(recipe: CorpusRecipe, progress: bool = True) -> TokenCorpus:
+    """The corpus of this recipe in the cache folder, built if it is not there.
+
+    The folder is PATH_ATTENTION_CACHE, or ~/.cache/path_attention.
+    """
+    cache = os.environ.get("PATH_ATTENTION_CACHE") or "~/.cache/path_attention"
+    documents = recipe.documents()
+    tokenizer = None if recipe.tokenizer is None else tokenizers.load_tokenizer(recipe.tokenizer)
+    fingerprint = _fingerprint(recipe, documents, tokenizer)
+    return build(recipe, Path(cache).expanduser() / "corpora" / fingerprint[:16], progress=progress)
+
+
+def _fingerprint(
+    recipe: CorpusRecipe, documents: Documents, tokenizer: PreTrainedTokenizerFast | None
+) -> str:
+    options = dataclasses.asdict(recipe)
+    for name in ("sources", "include"):  # their effect is in the documents
+        del options[name]
+    options["tokenizer"] = None if tokenizer is None else tokenizers.tokenizer_digest(tokenizer)
+    content = json.dumps([FORMAT, options, documents.digest()], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _train_tokenizer(recipe: CorpusRecipe, documents: Documents) -> PreTrainedTokenizerFast:
+    def texts() -> Iterator[str]:
+        left = recipe.tokenizer_bytes
+        for name, text in documents:
+            if left <= 0:
+                return
+            if not recipe.is_heldout(name):
+                left -= len(text.encode())
+                yield text
+
+    return tokenizers.train_tokenizer(texts(), recipe.vocab_size or 4096)
+
+
+def _batches(documents: Documents) -> Iterator[tuple[list[str], list[str]]]:
+    names: list[str] = []
+    texts: list[str] = []
+    characters = 0
+    for name, text in documents:
+        names.append(name)
+        texts.append(text)
+        characters += len(text)
+        if characters >= _BATCH_CHARACTERS:
+            yield names, texts
+            names, texts, characters = [], [], 0
+    if names:
+        yield names, texts
+
+
+def _write(
+    folder: Path,
+    recipe: CorpusRecipe,
+    documents: Documents,
+    tokenizer: PreTrainedTokenizerFast | None,
+    fingerprint: str,
+    progress: bool,
+) -> None:
+    if tokenizer is None:
+        tokenizer = _train_tokenizer(recipe, documents)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    dtype = np.dtype("<u2" if len(tokenizer) <= 1 << 16 else "<u4")
+    names: list[str] = []
+    lengths: list[int] = []
+    sizes: list[int] = []
+    digests: list[bytes] = []
+    with (
+        open(folder / "tokens.bin", "wb") as file,
+        progress_bar("documents", enabled=progress) as bar,
+    ):
+        task = bar.add_task("corpus", total=len(documents.files) or recipe.max_documents)
+        for batch_names, texts in _batches(documents):
+            names += batch_names
+            for text, ids in zip(
+                texts, tokenizers.encode_documents(tokenizer, texts), strict=True
+            ):
+                encoded = text.encode()
+                file.write(np.asarray(ids, dtype=dtype).tobytes())
+                lengths.append(len(ids))
+                sizes.append(len(encoded))
+                digests.append(hashlib.sha256(encoded).digest()[:16])
+            bar.update(task, advance=len(texts))
+    heldout = np.array([recipe.is_heldout(name) for name in names], dtype=bool)
+    _check_split(recipe, documents, heldout)
+    in_training = {d for d, out in zip(digests, heldout, strict=True) if not out}
+    copies = sum(d in in_training for d, out in zip(digests, heldout, strict=True) if out)
+    borders = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
+    np.save(folder / "borders.npy", borders)
+    np.save(folder / "heldout.npy", heldout)
+    np.save(folder / "bytes.npy", np.asarray(sizes, dtype=np.int64))
+    (folder / "names.json").write_text(json.dumps(names))
+    info = {
+        "format": FORMAT,
+        "fingerprint": fingerprint,
+        "recipe": dataclasses.asdict(recipe),
+        "dtype": dtype.str,
+        "vocab_size": len(tokenizer),
+        "documents": len(names),
+        "heldout_documents": int(heldout.sum()),
+        "heldout_documents_also_in_training": copies,
+        "tokens": int(borders[-1]),
+        "heldout_tokens": int(np.asarray(lengths)[heldout].sum()),
+        "bytes": sum(sizes),
+        "skipped": dict(documents.skipped),
+    }
+    (folder / "corpus.json").write_text(json.dumps(info, indent=1) + "\n")
+    if progress:
+        say(summary(info))
+
+
+def _check_split(recipe: CorpusRecipe, documents: Documents, heldout: np.ndarray) -> None:
+    if not len(heldout):
+        reasons = ", ".join(f"{n} {reason}" for reason, n in documents.skipped.items())
+        raise ValueError(
+            f"sources: expected at least one document of text, {list(recipe.sources)} has none"
+            + (f" ({reasons})" if reasons else "")
+        )
+    if heldout.all() or (recipe.heldout_fraction and not heldout.any()):
+        raise ValueError(
+            f"heldout_fraction: {recipe.heldout_fraction} holds out {int(heldout.sum())} of "
+            f"{len(heldout)} documents; expected some of both kinds (or 0 for none held out): "
+            "change it or the seed"
+        )
+
+
+def summary(info: dict[str, Any]) -> str:
+    """One line about a corpus: counts, and what was skipped or is there twice."""
+    line = (
+        f"corpus: {info['documents']:,} documents, {info['tokens']:,} tokens of "
+        f"{info['vocab_size']:,} kinds, {info['bytes'] / info['tokens']:.2f} bytes a token; "
+        f"held out: {info['heldout_documents']:,} documents, {info['heldout_tokens']:,} tokens"
+    )
+    if info["heldout_documents_also_in_training"]:
+        line += f", {info['heldout_documents_also_in_training']} of which training has a copy of"
+    if info["skipped"]:
+        line += "; skipped: " + ", ".join(f"{n} {why}" for why, n in info["skipped"].items())
+    return line
+
+
+def _put_in_place(partial: Path, out: Path) -> None:
+    if not out.exists():
+        os.rename(partial, out)
+        return
+    old = out.parent / f".{out.name}.old-{os.getpid()}"
+    os.rename(out, old)
+    os.rename(partial, out)
+    shutil.rmtree(old)

@@ -1,0 +1,79 @@
+"""The tokenizer: one by name or folder, or a byte-level BPE trained on the training documents."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+END = "<|endoftext|>"  # before and after each document
+PAD = "<|pad|>"
+SMALLEST_VOCABULARY = 256 + 2  # every byte, and the two special tokens
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE (as GPT-2's: no unknown token, lossless) of at most `vocab_size` tokens.
+
+    Calling it on a text puts `<|endoftext|>` first, as each training document has it.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END, PAD],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{END} $A", pair=f"{END} $A $B", special_tokens=[(END, tokenizer.token_to_id(END))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END,
+        eos_token=END,
+        pad_token=PAD,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of the hub or of a folder. Raises ValueError if it can't be loaded or has no end."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # hub, file and parser errors alike
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"tokenizer: {name!r} can't be loaded: {reason}") from error
+    if not tokenizer.is_fast:
+        raise ValueError(f"tokenizer: expected one with a tokenizer.json, {name!r} has none")
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"tokenizer: expected one with an end-of-text token, {name!r} has none")
+    return tokenizer
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Hash of the vocabulary, merges and rules."""
+    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+
+
+def encode_documents(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[list[int]]:
+    """Each text as begin + tokens + end. A special token spelled out in a text stays plain text."""
+    backend = tokenizer.backend_tokenizer
+    before = backend.encode_special_tokens
+    backend.encode_special_tokens = True
+    try:
+        encodings = backend.encode_batch(texts, add_special_tokens=False)
+    finally:
+        backend.encode_special_tokens = before
+    end = tokenizer.eos_token_id
+    begin = end if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    return [[begin, *encoding.ids, end] for encoding in encodings]
