@@ -31,9 +31,14 @@ def definition(
     """
     if packing is not None:
         tensors = (q, k, v, w, beta, log_forget)
-        split = [[None] * len(packing.lengths) if x is None else x.split(packing.lengths, 1)
-                 for x in tensors]
-        parts = [definition(*document, scale, None) for document in zip(*split, strict=True)]
+        split = [
+            [None] * len(packing.lengths) if x is None else x.split(packing.lengths, 1)
+            for x in tensors
+        ]
+        parts = [
+            definition(q, k, v, w, beta, log_forget, scale, None)
+            for q, k, v, w, beta, log_forget in zip(*split, strict=True)
+        ]
         return torch.cat([o for o, _ in parts], 1), torch.cat([lse for _, lse in parts], 1)
 
     out_dtype = q.dtype
@@ -41,7 +46,7 @@ def definition(
     for x in (w, beta, log_forget):
         dtype = dtype if x is None else torch.promote_types(dtype, x.dtype)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    B, T, HQ, D = q.shape
+    B, T, HQ, _ = q.shape
     H = k.shape[2]
     if T == 0:
         return v.new_zeros(B, 0, HQ, v.shape[3]).to(out_dtype), v.new_zeros(B, 0, HQ)

@@ -1,9 +1,10 @@
-"""Packed sequences: several documents behind one another in a batch of one, named by their borders."""
+"""Packed sequences: documents behind one another in a batch of one, named by their borders."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -13,8 +14,8 @@ from torch import Tensor
 class Packing:
     """The borders of packed documents, validated once.
 
-    Validation reads the borders on the host, so building a `Packing` waits for the device; using one
-    does not. Build it where the batch is made and hand it to every layer.
+    Validation reads the borders on the host, so building a `Packing` waits for the device; using
+    one does not. Build it where the batch is made and hand it to every layer.
 
     Attributes:
         cu_seqlens: int32 `[N + 1]`, the running sum of lengths: 0 first, the number of tokens last.
@@ -46,15 +47,13 @@ class Packing:
             ValueError: naming `cu_seqlens`, what came, and what was expected.
         """
         if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
-            raise ValueError(
-                f"cu_seqlens: expected shape [N + 1], got {list(cu_seqlens.shape)}"
-            )
+            raise ValueError(f"cu_seqlens: expected shape [N + 1], got {list(cu_seqlens.shape)}")
         if cu_seqlens.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"cu_seqlens: expected int32 or int64, got {cu_seqlens.dtype}")
         borders = cu_seqlens.tolist()
         if borders[0] != 0:
             raise ValueError(f"cu_seqlens: expected to start at 0, got {borders[0]}")
-        lengths = tuple(b - a for a, b in zip(borders[:-1], borders[1:], strict=True))
+        lengths = tuple(b - a for a, b in pairwise(borders))
         for n, length in enumerate(lengths):
             if length < 0:
                 raise ValueError(

@@ -8,6 +8,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from path_attention.ops.blockwise import blockwise
 from path_attention.ops.definition import definition
 from path_attention.ops.packing import Packing
 
@@ -15,6 +16,7 @@ Implementation = Callable[..., tuple[Tensor, Tensor]]
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "definition": definition,
+    "blockwise": blockwise,
 }
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _UNIT_NORM_TOLERANCE = 1e-3  # of ‖w‖² in float32; a w rounded to 16 bits is renormalised instead
@@ -22,17 +24,33 @@ _UNIT_NORM_TOLERANCE = 1e-3  # of ‖w‖² in float32; a w rounded to 16 bits i
 
 @overload
 def path_attention(
-    q: Tensor, k: Tensor, v: Tensor, w: Tensor | None = ..., beta: Tensor | None = ...,
-    log_forget: Tensor | None = ..., *, scale: float | None = ...,
-    cu_seqlens: Tensor | Packing | None = ..., return_lse: Literal[False] = ...,
-    implementation: str | None = ..., check_contract: bool = ...,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor | None = ...,
+    beta: Tensor | None = ...,
+    log_forget: Tensor | None = ...,
+    *,
+    scale: float | None = ...,
+    cu_seqlens: Tensor | Packing | None = ...,
+    return_lse: Literal[False] = ...,
+    implementation: str | None = ...,
+    check_contract: bool = ...,
 ) -> Tensor: ...
 @overload
 def path_attention(
-    q: Tensor, k: Tensor, v: Tensor, w: Tensor | None = ..., beta: Tensor | None = ...,
-    log_forget: Tensor | None = ..., *, scale: float | None = ...,
-    cu_seqlens: Tensor | Packing | None = ..., return_lse: Literal[True],
-    implementation: str | None = ..., check_contract: bool = ...,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor | None = ...,
+    beta: Tensor | None = ...,
+    log_forget: Tensor | None = ...,
+    *,
+    scale: float | None = ...,
+    cu_seqlens: Tensor | Packing | None = ...,
+    return_lse: Literal[True],
+    implementation: str | None = ...,
+    check_contract: bool = ...,
 ) -> tuple[Tensor, Tensor]: ...
 def path_attention(
     q: Tensor,
@@ -86,21 +104,20 @@ def path_attention(
         dtype = torch.get_autocast_dtype(device_type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     packing = _check_shapes(q, k, v, w, beta, log_forget, cu_seqlens)
-    if scale is None:
-        scale = q.shape[3] ** -0.5
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if check_contract:
         _check_contract(w, beta, log_forget)
     if w is not None and w.dtype in (torch.bfloat16, torch.float16):
         w = torch.nn.functional.normalize(w.float(), dim=-1, eps=1e-6)
     run = _choose(implementation, q)
     with torch.autocast(device_type, enabled=False):
-        out, lse = run(q, k, v, w, beta, log_forget, float(scale), packing)
+        out, lse = run(q, k, v, w, beta, log_forget, scale, packing)
     return (out, lse) if return_lse else out
 
 
 def _choose(implementation: str | None, q: Tensor) -> Implementation:
     if implementation is None:
-        implementation = "definition"
+        implementation = "blockwise"
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"implementation: expected one of {sorted(IMPLEMENTATIONS)} or None, "
