@@ -1,0 +1,1 @@
+"""Evaluation of language models: perplexity by length, and its figures."""

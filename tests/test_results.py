@@ -1,0 +1,116 @@
+"""The form of results: what is written can be read, what has not the form is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from path_attention import results
+from path_attention.results import (
+    check_result,
+    command_line,
+    make_result,
+    read_result,
+    write_result,
+)
+
+ROOT = Path(__file__).parents[1]
+ROWS = [{"model": "path", "length": 256, "perplexity": 7.25, "low": None, "exact": True}]
+
+
+def test_every_committed_result_has_the_form_and_its_figure():
+    folder = ROOT / "results"
+    files = sorted(folder.glob("*.json"))
+    for file in files:
+        read_result(file)
+        assert file.with_suffix(".png").is_file(), f"{file.name} has no figure"
+    strangers = {p.name for p in folder.iterdir()} - {"README.md"}
+    strangers -= {f.with_suffix(end).name for f in files for end in (".json", ".png")}
+    assert not strangers, f"neither a result nor a result's figure: {strangers}"
+
+
+def test_written_is_read(tmp_path):
+    result = make_result(what="Perplexity", rows=ROWS, command="path-attention evaluate")
+    write_result(tmp_path / "new" / "x.json", result)
+    assert read_result(tmp_path / "new" / "x.json") == result
+    assert result["rows"] == ROWS
+    assert result["versions"]["python"] == sys.version.split()[0]
+    assert result["versions"]["torch"]
+    assert [p.name for p in (tmp_path / "new").iterdir()] == ["x.json"]
+
+
+def test_a_row_is_a_line(tmp_path):
+    rows = [{"a": n, "b": "ß"} for n in range(3)]
+    write_result(tmp_path / "x.json", make_result(what="x", rows=rows, command="x"))
+    lines = (tmp_path / "x.json").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line.rstrip(",")) for line in lines if '"b"' in line] == rows
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"what": ""}, "what: expected words"),
+        ({"commit": "main"}, "commit: expected 40 hexadecimal digits"),
+        ({"versions": {}}, "versions: expected an object with python"),
+        ({"rows": []}, "rows: expected at least one row"),
+        ({"rows": [{"a": [1]}]}, "rows: expected flat values, got a"),
+        ({"rows": [{"a": float("nan")}]}, "rows: expected finite numbers, got a: nan at index 0"),
+        ({"rows": [3]}, "rows: expected objects"),
+        ({"command": "python /home/me/x.py"}, "no path of a machine in it, got '/home/me/x.py'"),
+        ({"rows": [{"data": "~/corpus"}]}, "no path of a machine"),
+        ({"rows": [{"data": "C:\\corpus"}]}, "no path of a machine"),
+        ({"extra": 1}, "expected an object with the keys"),
+    ],
+)
+def test_what_has_not_the_form_is_refused(tmp_path, change, message):
+    good = make_result(what="x", rows=ROWS, command="x")
+    check_result(good)
+    with pytest.raises(ValueError, match=message):
+        write_result(tmp_path / "x.json", good | change)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    (tmp_path / "x.json").write_text("{")
+    with pytest.raises(ValueError, match=r"x\.json: "):
+        read_result(tmp_path / "x.json")
+
+
+def test_the_command_names_no_machine(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    argv = ["/usr/bin/path-attention", "evaluate", f"{tmp_path}/runs/a", "/mnt/data/corpus"]
+    argv += ["--lengths=8,16", f"--out={tmp_path}/x", "--labels", "two words", "runs/b"]
+    command = command_line(argv)
+    assert command == (
+        "path-attention evaluate runs/a corpus --lengths=8,16 --out=x --labels 'two words' runs/b"
+    )
+    check_result(make_result(what="x", rows=ROWS, command=command))
+
+
+def test_the_commit_is_that_of_the_source(monkeypatch, tmp_path):
+    def git(*words: str) -> str:
+        identity = ["-c", "user.name=x", "-c", "user.email=x@x"]
+        done = subprocess.run(
+            ["git", *identity, *words], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    source = tmp_path / "results.py"
+    source.write_text("one\n")
+    monkeypatch.setattr(results, "__file__", str(source))
+    git("init", "-q")
+    assert results.source_commit() is None
+    git("add", "results.py")
+    git("commit", "-q", "-m", "x")
+    assert results.source_commit() == git("rev-parse", "HEAD")
+    source.write_text("two\n")
+    assert results.source_commit() == git("rev-parse", "HEAD") + "-changed"
+
+
+def test_the_device_has_a_name_and_cores():
+    assert re.search(r"\S.*, \d+ cores$", results.device_name("cpu"))
