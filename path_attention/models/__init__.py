@@ -1,0 +1,29 @@
+"""Language models for transformers. Importing this package registers them with its Auto classes."""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from path_attention.models.cache import PathAttentionCacheLayer
+from path_attention.models.configuration import PathAttentionConfig
+from path_attention.models.loading import load_model, load_tokenizer, model_folder
+from path_attention.models.modeling import (
+    PathAttentionForCausalLM,
+    PathAttentionModel,
+    PathAttentionPreTrainedModel,
+)
+from path_attention.models.presets import PRESETS
+
+AutoConfig.register(PathAttentionConfig.model_type, PathAttentionConfig, exist_ok=True)
+AutoModel.register(PathAttentionConfig, PathAttentionModel, exist_ok=True)
+AutoModelForCausalLM.register(PathAttentionConfig, PathAttentionForCausalLM, exist_ok=True)
+
+__all__ = [
+    "PRESETS",
+    "PathAttentionCacheLayer",
+    "PathAttentionConfig",
+    "PathAttentionForCausalLM",
+    "PathAttentionModel",
+    "PathAttentionPreTrainedModel",
+    "load_model",
+    "load_tokenizer",
+    "model_folder",
+]

@@ -1,0 +1,107 @@
+"""The attention layer's cache as a layer of transformers' `Cache`."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers import configuration_utils
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from path_attention.nn.cache import LayerCache
+
+LAYER_TYPE = "path_attention"
+# transformers 5.24 renamed the output, and warns at the old name.
+CACHE_NAME = "cache" if "cache" in CausalLMOutputWithPast.__annotations__ else "past_key_values"
+
+if LAYER_TYPE not in configuration_utils.ALLOWED_ATTN_LAYER_TYPES:
+    configuration_utils.ALLOWED_ATTN_LAYER_TYPES += (LAYER_TYPE,)
+
+
+class PathAttentionCacheLayer(LayerCache, CacheLayerMixin):
+    """`LayerCache`, which `DynamicCache(config=…)` and `generate` build for each layer."""
+
+    _layer_type = LAYER_TYPE
+    is_compileable = False
+    is_croppable = False
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, **kwargs: Any) -> None:
+        LayerCache.__init__(self)
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether a chunk was appended."""
+        return self.keys is not None
+
+    def get_seq_length(self) -> int:
+        """The number of columns seen, padding included."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(columns seen after a chunk of this length, 0)."""
+        return self.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        """−1: no limit."""
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to allocate ahead."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> NoReturn:
+        """Refused: keys alone don't say how to move the past."""
+        raise ValueError("cache: expected path_attention's Attention to extend it, got update()")
+
+    def offload(self) -> NoReturn:
+        """Refused: this cache stays on its device."""
+        raise ValueError("cache: expected it to stay on its device, got offload()")
+
+    prefetch = offload
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused unless 0: past keys are rewritten at each step and can't be taken back."""
+        if tokens_to_remove:
+            raise ValueError(
+                "tokens_to_remove: expected 0, since past keys are rewritten and can't be taken "
+                f"back, got {tokens_to_remove}"
+            )
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row n becomes what row beam_idx[n] was, in all state."""
+        self.select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row."""
+        if self.valid is not None:
+            rows = torch.arange(len(self.valid), device=self.valid.device)
+            self.select(rows.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows."""
+        self.select(indices)
+
+
+def layer_caches(cache: Cache, layers: int) -> list[PathAttentionCacheLayer]:
+    """The caches of a model's layers; an empty `DynamicCache()` is filled with them.
+
+    Raises ValueError on a cache of another kind or number of layers.
+    """
+    if not isinstance(cache, Cache):
+        raise ValueError(f"cache: expected a transformers Cache, got {type(cache).__name__}")
+    if not cache.layers and cache.layer_class_to_replicate is not None:
+        cache.layers.extend(PathAttentionCacheLayer() for _ in range(layers))
+        cache.layer_class_to_replicate = None
+    ours = [layer for layer in cache.layers if isinstance(layer, PathAttentionCacheLayer)]
+    if len(ours) != len(cache.layers) or len(ours) != layers:
+        raise ValueError(
+            f"cache: expected DynamicCache(config=model.config) of {layers} layers, got {cache}"
+        )
+    return ours

@@ -1,0 +1,86 @@
+"""Configuration of the language models."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from path_attention.models.presets import PRESETS
+from path_attention.nn.configuration import AttentionConfig, check_integer
+
+
+class PathAttentionConfig(AttentionConfig, PreTrainedConfig):
+    """A decoder-only language model: the attention layer's fields (`AttentionConfig`) and these.
+
+    Attributes:
+        vocab_size: rows of the embedding.
+        intermediate_size: width of the SwiGLU; None for 8/3 · hidden_size, rounded up to a multiple
+            of 64 (the parameters of an ungated layer of ratio 4).
+        num_hidden_layers: number of blocks.
+        initializer_range: standard deviation of the weights at the start.
+        tie_word_embeddings: the output projection is the embedding.
+        max_position_embeddings: the context trained at, for tools that ask; nothing depends on it
+            and no length is refused.
+        use_cache: whether a forward outside training returns a cache when not told.
+        pad_token_id, bos_token_id, eos_token_id: as in transformers.
+    """
+
+    model_type = "path_attention"
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012
+
+    vocab_size: int = 32000
+    intermediate_size: int | None = None
+    num_hidden_layers: int = 12
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = 4096
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.complete()
+        if self.intermediate_size is None:
+            self.intermediate_size = -(-8 * self.hidden_size // (3 * 64)) * 64
+        for name in (
+            "vocab_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "max_position_embeddings",
+        ):
+            check_integer(name, getattr(self, name), 1)
+        if not self.initializer_range > 0:
+            raise ValueError(
+                f"initializer_range: expected more than 0, got {self.initializer_range}"
+            )
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            value = getattr(self, name)
+            for token in value if isinstance(value, list) else [value]:
+                if token is not None and not 0 <= token < self.vocab_size:
+                    raise ValueError(
+                        f"{name}: expected a token below vocab_size = {self.vocab_size}, "
+                        f"got {token}"
+                    )
+        PreTrainedConfig.__post_init__(self, **kwargs)
+
+    @property
+    def layer_types(self) -> list[str]:
+        """The kind of each layer's cache, by which transformers builds one."""
+        return ["path_attention"] * self.num_hidden_layers
+
+    @classmethod
+    def from_preset(cls, name: str, **overrides: Any) -> PathAttentionConfig:
+        """The configuration of a named encoding (`presets.PRESETS`), with other fields as given.
+
+        Raises ValueError on an unknown name or field.
+        """
+        if name not in PRESETS:
+            raise ValueError(f"name: expected one of {sorted(PRESETS)}, got {name!r}")
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(overrides) - known)
+        if unknown:
+            raise ValueError(f"overrides: expected fields of {cls.__name__}, got {unknown}")
+        return cls(**{**PRESETS[name], **overrides})

@@ -1,0 +1,62 @@
+"""Find and load a model that was trained or saved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def model_folder(path: str | Path) -> Path:
+    """The folder with the model's `config.json`: `path` itself, or a run's `path/model`.
+
+    Raises ValueError if there is neither.
+    """
+    path = Path(path)
+    for folder in (path, path / "model"):
+        if (folder / "config.json").is_file():
+            return folder
+    raise ValueError(f"model: expected a run's or a model's folder with config.json, got {path}")
+
+
+def load_model(path: str | Path, **kwargs: Any) -> PreTrainedModel:
+    """Load a causal language model from a run's or a model's folder, in evaluation mode.
+
+    Keyword arguments go to `from_pretrained`. Raises ValueError on a folder that holds none, or
+    whose files are damaged.
+    """
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    import path_attention.models  # noqa: F401
+
+    folder = model_folder(path)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **kwargs)
+    except (SafetensorError, json.JSONDecodeError) as error:
+        raise ValueError(f"model: expected undamaged files in {folder}, got {error}") from error
+    return model.eval()
+
+
+def load_tokenizer(
+    path: str | Path, model: PreTrainedModel | None = None
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer beside a model, and check that it fits the model's embedding.
+
+    Raises ValueError if there is none, or if it has more tokens than the embedding has rows.
+    """
+    from transformers import AutoTokenizer
+
+    folder = model_folder(path)
+    if not (folder / "tokenizer_config.json").is_file():
+        raise ValueError(f"model: expected a tokenizer in {folder}, got no tokenizer_config.json")
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if model is not None and len(tokenizer) > model.config.vocab_size:
+        raise ValueError(
+            f"tokenizer: expected at most the model's {model.config.vocab_size} tokens, "
+            f"got {len(tokenizer)}"
+        )
+    return tokenizer

@@ -1,0 +1,317 @@
+"""The language models: pre-normalised blocks of attention and SwiGLU, readable top to bottom."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
+
+from path_attention.models.cache import CACHE_NAME, layer_caches
+from path_attention.models.configuration import PathAttentionConfig
+from path_attention.models.padding import Rows
+from path_attention.nn.attention import Attention, count_positions
+from path_attention.nn.cache import LayerCache
+from path_attention.nn.encoding import Decay, Transport
+from path_attention.nn.normalization import RMSNorm
+from path_attention.ops.packing import Packing
+
+# What callers pass to any model and a model without them has no use for.
+_IGNORED = ("token_type_ids", "cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch")
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) ⊙ up(x)), without biases."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class PathAttentionBlock(GradientCheckpointingLayer):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: PathAttentionConfig) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention = Attention(config)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = SwiGLU(config.hidden_size, cast(int, config.intermediate_size))
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        packing: Packing | None = None,
+        valid: Tensor | None = None,
+        layer_cache: LayerCache | None = None,
+    ) -> Tensor:
+        attended = self.attention(
+            self.attention_norm(x),
+            positions=positions,
+            packing=packing,
+            valid=valid,
+            cache=layer_cache,
+        )
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class PathAttentionPreTrainedModel(PreTrainedModel):
+    """What transformers needs to know of the models below."""
+
+    config_class = PathAttentionConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["PathAttentionBlock"]  # noqa: RUF012
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """N(0, initializer_range) weights, zero biases, unit norms, and each encoding's own start.
+
+        transformers calls this inside a guard that leaves loaded parameters as they are.
+        """
+        std = self.config.initializer_range
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, mean=0.0, std=std)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, RMSNorm):
+            nn.init.ones_(module.weight)
+        elif isinstance(module, (Transport, Decay)):
+            module.reset_parameters(std)
+
+
+class PathAttentionModel(PathAttentionPreTrainedModel):
+    """Embedding, blocks, final norm."""
+
+    def __init__(self, config: PathAttentionConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            PathAttentionBlock(config) for _ in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        packing: Packing | Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Hidden states of a chunk of tokens.
+
+        Args:
+            input_ids: `[B, T]` integers; or `inputs_embeds` `[B, T, hidden_size]`.
+            attention_mask: `[B, T]`, or `[B, past + T]` of which the last T columns are read; 0 is
+                padding, which may stand anywhere and leaves no trace in any other token.
+            position_ids: checked, not needed: positions are counted from the mask, the cache and
+                the packing.
+            past_key_values, cache: the past (one name for each version of transformers); extended
+                in place.
+            use_cache: return a cache; None is `config.use_cache` outside training.
+            packing: borders of packed documents (B = 1): a `Packing`, or `cu_seqlens` `[N + 1]`
+                (also as transformers' `cu_seq_lens_q`).
+            output_hidden_states: also return the embedding's and every block's output.
+
+        Returns:
+            last_hidden_state `[B, T, hidden_size]`, the cache, hidden states.
+
+        Raises:
+            ValueError: naming the argument, what came, and what was expected.
+        """
+        past = one_of("cache", cache, past_key_values)
+        packing = as_packing(one_of("packing", packing, kwargs.pop("cu_seq_lens_q", None)))
+        refuse_unknown(kwargs)
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("input_ids: expected either input_ids or inputs_embeds")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        past = self._cache(past, use_cache, packing)
+        caches = [None] * len(self.layers) if past is None else layer_caches(past, len(self.layers))
+        rows = Rows.of(x, attention_mask, packing, seen=caches[0].seen if caches[0] else 0)
+        positions = count_positions(x, packing, caches[0])
+        if position_ids is not None:
+            rows.check_positions(position_ids, positions)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+
+        x = rows.compact(x)
+        states = [x]
+        for layer, layer_cache in zip(self.layers, caches, strict=True):
+            x = layer(x, positions, packing=packing, valid=rows.valid, layer_cache=layer_cache)
+            states.append(x)
+        x = rows.restore(self.norm(x))
+        hidden = tuple(map(rows.restore, states)) if output_hidden_states else None
+        kept: dict[str, Any] = {CACHE_NAME: past}
+        return BaseModelOutputWithPast(last_hidden_state=x, hidden_states=hidden, **kept)
+
+    def _cache(
+        self, past: Cache | None, use_cache: bool | None, packing: Packing | None
+    ) -> Cache | None:
+        asked = past is not None or use_cache is True
+        if packing is not None and asked:
+            raise ValueError("cache: expected none with packed documents, got one asked for")
+        if self.gradient_checkpointing and self.training and asked and torch.is_grad_enabled():
+            raise ValueError("cache: expected none with gradient checkpointing, got one asked for")
+        if past is not None or packing is not None:
+            return past
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        return DynamicCache(config=self.config) if use_cache else None
+
+
+class PathAttentionForCausalLM(PathAttentionPreTrainedModel, GenerationMixin):
+    """The model with a next-token head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: PathAttentionConfig) -> None:
+        super().__init__(config)
+        self.model = PathAttentionModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        packing: Packing | Tensor | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Next-token logits, and their loss against labels.
+
+        Args:
+            labels: `[B, T]`: token t is the target of token t − 1; −100 is no target, nor is
+                padding or the first token of a row or of a packed document.
+            logits_to_keep: logits of the last n tokens only (0: all), or of these indices.
+            num_items_in_batch: divides the summed loss; None for the mean over these targets.
+            Others: as in `PathAttentionModel.forward`.
+
+        Returns:
+            loss (float32), logits `[B, kept, vocab_size]`, the cache, hidden states.
+
+        Raises:
+            ValueError: naming the argument, what came, and what was expected.
+        """
+        packing = as_packing(one_of("packing", packing, kwargs.pop("cu_seq_lens_q", None)))
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=one_of("cache", cache, past_key_values),
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            packing=packing,
+            **kwargs,
+        )
+        x = outputs.last_hidden_state
+        if isinstance(logits_to_keep, Tensor):
+            kept = x[:, logits_to_keep]
+        else:
+            kept = x[:, -logits_to_keep:] if logits_to_keep else x
+        logits = self.lm_head(kept)
+        loss = None
+        if labels is not None:
+            if labels.shape != logits.shape[:2]:
+                raise ValueError(
+                    f"labels: expected {list(logits.shape[:2])}, one for each token's logits, "
+                    f"got {list(labels.shape)}"
+                )
+            loss = next_token_loss(logits, labels, attention_mask, packing, num_items_in_batch)
+        past: dict[str, Any] = {CACHE_NAME: outputs.get(CACHE_NAME)}
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, **past
+        )
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As transformers' own, without position_ids, which are counted from mask and cache."""
+        generation: Any = super()
+        inputs = generation.prepare_inputs_for_generation(*args, **kwargs)
+        inputs.pop("position_ids", None)
+        return inputs
+
+    def _prepare_cache_for_generation(self, generation_config: Any, *args: Any) -> Any:
+        kind = generation_config.cache_implementation
+        if kind not in (None, "dynamic", "dynamic_full"):
+            raise ValueError(f"cache_implementation: expected None or 'dynamic', got {kind!r}")
+        generation: Any = super()
+        return generation._prepare_cache_for_generation(generation_config, *args)
+
+
+def next_token_loss(
+    logits: Tensor,
+    labels: Tensor,
+    attention_mask: Tensor | None,
+    packing: Packing | None,
+    num_items_in_batch: int | Tensor | None,
+) -> Tensor:
+    """Cross-entropy (nats, float32) of token t's logits against label t + 1.
+
+    The sum over targets divided by `num_items_in_batch`, or their mean; no target at all gives 0.
+    logits `[B, T, V]`, labels `[B, T]`; −100, padding, and tokens without a predecessor in their
+    own document are no targets.
+    """
+    labels = labels.to(logits.device)
+    if packing is not None:
+        labels = labels.masked_fill(packing.position_ids()[None].to(labels.device) == 0, -100)
+    if attention_mask is not None:
+        real = attention_mask[:, -labels.shape[1] :].to(labels.device).bool()
+        labels = labels.masked_fill(~real, -100)
+        labels[:, 1:].masked_fill_(~real[:, :-1], -100)
+    targets = labels[:, 1:].flatten()
+    loss = F.cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(), targets, ignore_index=-100, reduction="sum"
+    )
+    if num_items_in_batch is None:
+        return loss / (targets != -100).sum().clamp(min=1)
+    return loss / num_items_in_batch
+
+
+def one_of(name: str, first: Any, second: Any) -> Any:
+    """The one given of an argument's two names. Raises ValueError if both are."""
+    if first is not None and second is not None:
+        raise ValueError(f"{name}: expected once, got it under both of its names")
+    return second if first is None else first
+
+
+def as_packing(packing: Packing | Tensor | None) -> Packing | None:
+    """A `Packing` from one, or from `cu_seqlens`."""
+    return Packing.from_cu_seqlens(packing) if isinstance(packing, Tensor) else packing
+
+
+def refuse_unknown(kwargs: dict[str, Any]) -> None:
+    """Raise ValueError for arguments that the model would otherwise swallow."""
+    if kwargs.pop("output_attentions", None):
+        raise ValueError("output_attentions: expected False, got True: no scores are kept")
+    unknown = sorted(set(kwargs) - set(_IGNORED))
+    if unknown:
+        raise ValueError(f"forward: expected its own arguments, got {unknown} too")

@@ -1,0 +1,83 @@
+"""Padded batches: real tokens are moved to each row's left once, and back at the end.
+
+Below the model everything sees rows whose padding only follows their real tokens: causal attention
+then needs no mask, and convolutions run over neighbours that are real.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from path_attention.ops.packing import Packing
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How the real tokens lie in a padded batch.
+
+    Attributes:
+        valid: bool `[B, T]`, True for the real tokens after compaction; None without padding.
+        order: int64 `[B, T]`, where each compacted column comes from; None if nothing moves.
+    """
+
+    valid: Tensor | None = None
+    order: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, x: Tensor, attention_mask: Tensor | None, packing: Packing | None, *, seen: int
+    ) -> Rows:
+        """From a mask over x `[B, T, …]`, or over `seen` columns of the past and x.
+
+        Raises ValueError on a mask of another shape, or one together with packing.
+        """
+        B, T = x.shape[:2]
+        if packing is not None and (B != 1 or packing.total != T):
+            raise ValueError(f"packing: expected a batch [1, {packing.total}], got {[B, T]}")
+        if attention_mask is None:
+            return cls()
+        if packing is not None:
+            raise ValueError("attention_mask: expected None with packed documents, got a tensor")
+        shapes = [[B, T], [B, seen + T]]
+        if list(attention_mask.shape) not in shapes:
+            raise ValueError(
+                f"attention_mask: expected {' or '.join(map(str, shapes[: 1 + bool(seen)]))}, "
+                f"got {list(attention_mask.shape)}"
+            )
+        real = attention_mask[:, seen if attention_mask.shape[1] != T else 0 :].bool().to(x.device)
+        if T == 1:
+            return cls(real)
+        order = (~real).to(torch.int8).argsort(dim=1, stable=True)
+        return cls(real.gather(1, order), order)
+
+    def compact(self, x: Tensor) -> Tensor:
+        """x `[B, T, C]` with each row's real tokens first, in their order."""
+        if self.order is None:
+            return x
+        return x.gather(1, self.order[..., None].expand_as(x))
+
+    def restore(self, x: Tensor) -> Tensor:
+        """The inverse of `compact`."""
+        if self.order is None:
+            return x
+        return x.gather(1, self.order.argsort(1)[..., None].expand_as(x))
+
+    def check_positions(self, position_ids: Tensor, positions: Tensor) -> None:
+        """Raise ValueError unless `position_ids` `[B or 1, T]` of real tokens are `positions`."""
+        shapes = [list(positions.shape), [1, positions.shape[1]]]
+        if list(position_ids.shape) not in shapes:
+            raise ValueError(f"position_ids: expected {shapes[0]}, got {list(position_ids.shape)}")
+        given = position_ids.to(positions.device).expand_as(positions)
+        if self.order is not None:
+            given = given.gather(1, self.order)
+        differ = given != positions
+        if self.valid is not None:
+            differ = differ & self.valid
+        if differ.any():
+            raise ValueError(
+                "position_ids: expected each row's running count of real tokens, got others; name "
+                "packed documents by packing"
+            )

@@ -1,0 +1,28 @@
+"""Layers with parameters: encodings, attention, and the state that decoding keeps."""
+
+from path_attention.nn.attention import Attention
+from path_attention.nn.cache import LayerCache
+from path_attention.nn.configuration import AttentionConfig
+from path_attention.nn.encoding import (
+    Chunk,
+    Decay,
+    Moved,
+    Transport,
+    register_decay,
+    register_transport,
+)
+from path_attention.nn.normalization import Float32Linear, RMSNorm
+
+__all__ = [
+    "Attention",
+    "AttentionConfig",
+    "Chunk",
+    "Decay",
+    "Float32Linear",
+    "LayerCache",
+    "Moved",
+    "RMSNorm",
+    "Transport",
+    "register_decay",
+    "register_transport",
+]

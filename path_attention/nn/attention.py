@@ -1,0 +1,116 @@
+"""The attention layer: project → encode → operate → output, one path for every use."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from path_attention.nn.cache import LayerCache
+from path_attention.nn.configuration import AttentionConfig
+from path_attention.nn.encoding import DECAYS, TRANSPORTS, Chunk
+from path_attention.nn.normalization import RMSNorm
+from path_attention.ops.packing import Packing
+from path_attention.ops.path import path_attention
+
+
+class Attention(nn.Module):
+    """Causal self-attention with any `Transport` and `Decay`.
+
+        out = W_o · path_attention(q, k, v, w, beta, log_forget; scale = D^-½)
+
+    Projections have no bias; queries and keys may be RMS-normalised per head. Training, prefill and
+    decoding differ only in what `cache` holds. Source: arXiv 2505.16381 §3; docs/algorithm.md §1
+    and §5.
+    """
+
+    def __init__(self, config: AttentionConfig) -> None:
+        super().__init__()
+        size, heads = config.hidden_size, config.num_attention_heads
+        kv_heads = cast(int, config.num_key_value_heads)
+        self.head_dim = cast(int, config.head_dim)
+        value_dim = cast(int, config.value_head_dim)
+        self.heads, self.kv_heads = heads, kv_heads
+        self.q_proj = nn.Linear(size, heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(size, kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(size, kv_heads * value_dim, bias=False)
+        self.o_proj = nn.Linear(heads * value_dim, size, bias=False)
+        norm = config.qk_norm
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if norm else nn.Identity()
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if norm else nn.Identity()
+        self.transport = TRANSPORTS[config.transport](config)
+        self.decay = DECAYS[config.decay](config)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        positions: Tensor | None = None,
+        packing: Packing | None = None,
+        valid: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """Attend a chunk of tokens to itself and to what `cache` holds, and append it there.
+
+        Args:
+            x: `[B, T, hidden_size]`.
+            positions: int64 `[B, T]`, each token's position in its document; None counts on from
+                the packing's borders or the cache's lengths.
+            packing: borders of packed documents (B = 1); not together with a cache.
+            valid: bool `[B, T]`, False for padding, which may only follow a row's real tokens;
+                what comes out there means nothing. None where every token is real.
+            cache: this layer's state, extended in place.
+
+        Returns:
+            `[B, T, hidden_size]`.
+
+        Raises:
+            ValueError: naming the argument, what came, and what was expected.
+        """
+        _check(x, positions, packing, valid, cache)
+        if positions is None:
+            positions = count_positions(x, packing, cache)
+        state = None if cache is None else cache.state
+        chunk = Chunk(positions=positions, packing=packing, valid=valid, state=state)
+        q = self.q_norm(self.q_proj(x).unflatten(2, (self.heads, -1)))
+        k = self.k_norm(self.k_proj(x).unflatten(2, (self.kv_heads, -1)))
+        v = self.v_proj(x).unflatten(2, (self.kv_heads, -1))
+        q, k, w, beta = self.transport(x, q, k, chunk)
+        log_forget = self.decay(x, chunk)
+        out, lse = path_attention(q, k, v, w, beta, log_forget, cu_seqlens=packing, return_lse=True)
+        if cache is not None:
+            scale = self.head_dim**-0.5
+            out = cache.extend(out, lse, q, k, v, w, beta, log_forget, scale=scale, valid=valid)
+        return self.o_proj(out.flatten(2))
+
+
+def count_positions(x: Tensor, packing: Packing | None, cache: LayerCache | None) -> Tensor:
+    """int64 `[B, T]`: positions of a chunk `[B, T, …]` whose padding follows its real tokens."""
+    if packing is not None:
+        return packing.position_ids()[None].to(x.device)
+    positions = torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)
+    lengths = None if cache is None else cache.lengths
+    return positions if lengths is None else positions + lengths[:, None]
+
+
+def _check(
+    x: Tensor,
+    positions: Tensor | None,
+    packing: Packing | None,
+    valid: Tensor | None,
+    cache: LayerCache | None,
+) -> None:
+    if x.dim() != 3:
+        raise ValueError(f"x: expected [B, T, hidden_size], got {list(x.shape)}")
+    if packing is not None and cache is not None:
+        raise ValueError("cache: expected None with packed documents, got a cache")
+    if packing is not None and valid is not None:
+        raise ValueError("valid: expected None with packed documents, got a tensor")
+    for name, tensor in (("positions", positions), ("valid", valid)):
+        if tensor is not None and tensor.shape != x.shape[:2]:
+            raise ValueError(
+                f"{name}: expected shape {list(x.shape[:2])}, got {list(tensor.shape)}"
+            )
+    if cache is not None and cache.valid is not None and len(cache.valid) != len(x):
+        raise ValueError(f"cache: expected {len(x)} rows, the batch size, got {len(cache.valid)}")

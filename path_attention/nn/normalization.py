@@ -1,0 +1,42 @@
+"""Layers that compute in float32 whatever dtype they are cast to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class RMSNorm(nn.Module):
+    """weight ⊙ x / sqrt(mean(x²) + eps) over the last dimension.
+
+    Computes in float32 (float64 for a float64 x), autocast or not; returns x's dtype.
+    """
+
+    def __init__(self, size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[…, size]` in any floating dtype → the same shape and dtype."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            y = F.rms_norm(x.to(dtype), self.weight.shape, self.weight.to(dtype), self.eps)
+        return y.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class Float32Linear(nn.Linear):
+    """A linear layer that computes and returns float32 (float64 for a float64 x), autocast or not.
+
+    For small projections whose rounding adds up along the sequence: strengths and gates.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        dtype = torch.promote_types(input.dtype, torch.float32)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        with torch.autocast(input.device.type, enabled=False):
+            return F.linear(input.to(dtype), self.weight.to(dtype), bias)

@@ -1,0 +1,115 @@
+"""Householder directions from their projection: short convolution, SiLU, L2 norm per head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from path_attention.ops.packing import Packing
+
+
+def householder_directions(
+    x: Tensor,
+    weight: Tensor | None,
+    heads: int,
+    *,
+    state: Tensor | None = None,
+    packing: Packing | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Unit directions w of the Householder factors, from their projection.
+
+        y_t = silu(Σ_s weight[:, K−1−s] ⊙ x_{t−s}),  s = 0 … K−1
+        w_t = y_t / max(‖y_t‖, eps), per head
+
+    The eps bounds the norm from outside: inside a square root it would shrink w, and a shrunk w
+    loses a tracked state over long routes. Source: arXiv 2505.16381 §3; docs/algorithm.md §1.
+    Everything is computed in float32 (float64 for a float64 x), autocast or not; differentiable.
+
+    Args:
+        x: projected inputs `[B, T, C]`, any floating dtype; C = heads · D.
+        weight: depthwise taps `[C, K]`, the last one for the current token; None for no
+            convolution.
+        heads: the number of key/value heads H.
+        state: the K−1 inputs before `x`, `[B, K−1, C]`, oldest first; None for zeros.
+        packing: borders of packed documents (B = 1); the convolution never reaches over one.
+        eps: the smallest norm divided by.
+
+    Returns:
+        w `[B, T, H, D]`, float32 (float64 for a float64 x).
+
+    Raises:
+        ValueError: naming the argument, what came, and what was expected.
+    """
+    _check(x, weight, heads, state, packing)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    with torch.autocast(x.device.type, enabled=False):
+        y = x.to(dtype)
+        if weight is not None:
+            y = _convolve(y, weight.to(dtype), state, packing)
+        return F.normalize(F.silu(y).unflatten(2, (heads, -1)), dim=-1, eps=eps)
+
+
+def convolution_state(
+    x: Tensor, width: int, *, state: Tensor | None = None, lengths: Tensor | None = None
+) -> Tensor:
+    """The inputs that the next chunk's convolution of this width reaches back to.
+
+    Args:
+        x: the chunk's inputs `[B, T, C]`, each row padded on the right.
+        width: the convolution's width K.
+        state: the state before the chunk, `[B, K−1, C]`; None for zeros.
+        lengths: the number of real tokens of each row, `[B]` integers; None for T.
+
+    Returns:
+        `[B, K−1, C]` in x's dtype: the last K−1 real inputs of each row, oldest first.
+    """
+    B, T, C = x.shape
+    past = x.new_zeros(B, width - 1, C) if state is None else state.to(x.dtype)
+    inputs = torch.cat([past, x], 1)
+    if lengths is None:
+        return inputs[:, T:]
+    last = lengths[:, None] + torch.arange(width - 1, device=x.device)  # [B, K - 1]
+    return inputs.gather(1, last[:, :, None].expand(-1, -1, C))
+
+
+def _convolve(x: Tensor, weight: Tensor, state: Tensor | None, packing: Packing | None) -> Tensor:
+    T, width = x.shape[1], weight.shape[1]
+    if state is None:
+        inputs = F.pad(x, (0, 0, width - 1, 0))
+    else:
+        inputs = torch.cat([state.to(x.dtype), x], 1)
+    y = x * weight[:, -1]
+    positions = None if packing is None else packing.position_ids()[:, None]
+    for back in range(1, width):
+        shifted = inputs[:, width - 1 - back : width - 1 - back + T]
+        if positions is not None:
+            shifted = shifted.where(positions >= back, 0)
+        y = y + shifted * weight[:, width - 1 - back]
+    return y
+
+
+def _check(
+    x: Tensor, weight: Tensor | None, heads: int, state: Tensor | None, packing: Packing | None
+) -> None:
+    if x.dim() != 3 or not x.is_floating_point():
+        raise ValueError(f"x: expected floating [B, T, C], got {x.dtype} of shape {list(x.shape)}")
+    B, T, C = x.shape
+    if heads < 1 or C % heads:
+        raise ValueError(f"heads: expected a divisor of x's {C} channels, got {heads}")
+    if weight is None:
+        if state is not None:
+            raise ValueError("state: expected None without a convolution weight, got a tensor")
+        return
+    if weight.dim() != 2 or weight.shape[0] != C or weight.shape[1] < 1:
+        raise ValueError(f"weight: expected [{C}, K] with K ≥ 1, got {list(weight.shape)}")
+    if state is not None and state.shape != (B, weight.shape[1] - 1, C):
+        raise ValueError(f"state: expected {[B, weight.shape[1] - 1, C]}, got {list(state.shape)}")
+    if packing is not None:
+        if state is not None:
+            raise ValueError("state: expected None with packed documents, got a tensor")
+        if B != 1 or packing.total != T:
+            raise ValueError(
+                f"packing: expected x of shape [1, {packing.total}, C], got {list(x.shape)}"
+            )
