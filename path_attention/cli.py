@@ -28,6 +28,11 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
         "EvaluatePerplexity",
         "MODEL …: perplexity by length on the same target tokens",
     ),
+    ("evaluate", "merge"): (
+        "path_attention.evaluation.merge_seeds",
+        "MergeSeeds",
+        "RESULT …: one result and figure from the evaluations of several seeds",
+    ),
     ("generate",): (
         "path_attention.models.generation",
         "Generate",
