@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from path_attention.models.presets import PRESETS
-from path_attention.nn.configuration import AttentionConfig, check_integer
+from path_attention.nn.configuration import AttentionConfig, check_integer, check_positive
 
 
 class PathAttentionConfig(AttentionConfig, PreTrainedConfig):
@@ -52,10 +52,7 @@ class PathAttentionConfig(AttentionConfig, PreTrainedConfig):
             "max_position_embeddings",
         ):
             check_integer(name, getattr(self, name), 1)
-        if not self.initializer_range > 0:
-            raise ValueError(
-                f"initializer_range: expected more than 0, got {self.initializer_range}"
-            )
+        check_positive("initializer_range", self.initializer_range)
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             value = getattr(self, name)
             for token in value if isinstance(value, list) else [value]:

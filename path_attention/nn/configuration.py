@@ -79,12 +79,14 @@ class AttentionConfig:
         if self.direction_rank is not None:
             check_integer("direction_rank", self.direction_rank, 1)
         check_integer("direction_conv_size", self.direction_conv_size, 0)
-        if not self.rms_norm_eps > 0:
-            raise ValueError(f"rms_norm_eps: expected more than 0, got {self.rms_norm_eps}")
-        if not 0 < self.beta_max <= 2:
+        check_positive("rms_norm_eps", self.rms_norm_eps)
+        check_positive("rope_theta", self.rope_theta)
+        check_positive("beta_max", self.beta_max)
+        if self.beta_max > 2:
             raise ValueError(f"beta_max: expected a value in (0, 2], got {self.beta_max}")
-        if not self.rope_theta > 0:
-            raise ValueError(f"rope_theta: expected more than 0, got {self.rope_theta}")
+        for name in ("beta_bias_init", "forget_bias_init"):
+            if not isinstance(getattr(self, name), (int, float)):
+                raise ValueError(f"{name}: expected a number, got {getattr(self, name)!r}")
         for name, registry in (("transport", TRANSPORTS), ("decay", DECAYS)):
             if getattr(self, name) not in registry:
                 raise ValueError(
@@ -92,6 +94,12 @@ class AttentionConfig:
                 )
         if self.transport == "rotary" and self.head_dim % 2:
             raise ValueError(f"head_dim: expected an even size with rotary, got {self.head_dim}")
+
+
+def check_positive(name: str, value: object) -> None:
+    """Raise ValueError, naming the field, unless the value is a number above 0."""
+    if not isinstance(value, (int, float)) or not value > 0:
+        raise ValueError(f"{name}: expected a number above 0, got {value!r}")
 
 
 def check_integer(name: str, value: object, lowest: int) -> None:
