@@ -77,7 +77,7 @@ class PathAttentionPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["PathAttentionBlock"]  # noqa: RUF012
 
     def _init_weights(self, module: nn.Module) -> None:
-        """N(0, initializer_range) weights, zero biases, unit norms, and each encoding's own start.
+        """N(0, initializer_range) weights, unit norms, and each bias's and encoding's own start.
 
         transformers calls this inside a guard that leaves loaded parameters as they are.
         """
@@ -85,7 +85,7 @@ class PathAttentionPreTrainedModel(PreTrainedModel):
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, mean=0.0, std=std)
             if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
+                nn.init.constant_(module.bias, getattr(module, "bias_init", 0.0))
         elif isinstance(module, RMSNorm):
             nn.init.ones_(module.weight)
         elif isinstance(module, (Transport, Decay)):

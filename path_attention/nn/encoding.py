@@ -84,7 +84,7 @@ class Transport(nn.Module):
         super().__init__()
 
     def reset_parameters(self, std: float = 0.02) -> None:
-        """Start the parameters that aren't a plain N(0, std) weight or a zero bias."""
+        """Start the parameters that this module holds itself, not those of its layers."""
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, chunk: Chunk) -> Moved:
         """x: the layer's input `[B, T, hidden_size]`; q `[B, T, HQ, D]`; k `[B, T, H, D]`."""
@@ -98,7 +98,7 @@ class Decay(nn.Module):
         super().__init__()
 
     def reset_parameters(self, std: float = 0.02) -> None:
-        """Start the parameters that aren't a plain N(0, std) weight or a zero bias."""
+        """Start the parameters that this module holds itself, not those of its layers."""
 
     def forward(self, x: Tensor, chunk: Chunk) -> Tensor | None:
         """x: the layer's input `[B, T, hidden_size]` → log_forget `[B, T, HQ]` ≤ 0, or None."""
@@ -162,15 +162,13 @@ class Householder(Transport):
             )
         self.width = config.direction_conv_size
         self.w_conv = nn.Parameter(torch.empty(channels, self.width)) if self.width else None
-        self.beta_proj = Float32Linear(size, self.heads)
+        self.beta_proj = Float32Linear(size, self.heads, bias_init=config.beta_bias_init)
         self.beta_max = config.beta_max
-        self.beta_bias_init = config.beta_bias_init
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02) -> None:
         if self.w_conv is not None:
             nn.init.normal_(self.w_conv, mean=0.0, std=std)
-        nn.init.constant_(self.beta_proj.bias, self.beta_bias_init)
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, chunk: Chunk) -> Moved:
         beta = self.beta_max * self.beta_proj(x).sigmoid()
@@ -199,12 +197,9 @@ class Forget(Decay):
 
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__(config)
-        self.forget_proj = Float32Linear(config.hidden_size, config.num_attention_heads)
-        self.forget_bias_init = config.forget_bias_init
-        self.reset_parameters()
-
-    def reset_parameters(self, std: float = 0.02) -> None:
-        nn.init.constant_(self.forget_proj.bias, self.forget_bias_init)
+        self.forget_proj = Float32Linear(
+            config.hidden_size, config.num_attention_heads, bias_init=config.forget_bias_init
+        )
 
     def forward(self, x: Tensor, chunk: Chunk) -> Tensor:
         return nn.functional.logsigmoid(self.forget_proj(x))

@@ -33,10 +33,18 @@ class Float32Linear(nn.Linear):
     """A linear layer that computes and returns float32 (float64 for a float64 x), autocast or not.
 
     For small projections whose rounding adds up along the sequence: strengths and gates.
+    The bias starts at `bias_init`.
     """
+
+    def __init__(self, in_features: int, out_features: int, *, bias_init: float = 0.0) -> None:
+        self.bias_init = bias_init
+        super().__init__(in_features, out_features)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.constant_(self.bias, self.bias_init)
 
     def forward(self, input: Tensor) -> Tensor:
         dtype = torch.promote_types(input.dtype, torch.float32)
-        bias = None if self.bias is None else self.bias.to(dtype)
         with torch.autocast(input.device.type, enabled=False):
-            return F.linear(input.to(dtype), self.weight.to(dtype), bias)
+            return F.linear(input.to(dtype), self.weight.to(dtype), self.bias.to(dtype))

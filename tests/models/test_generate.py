@@ -1,0 +1,95 @@
+"""transformers' generate(): with a cache, token for token what it is without."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from path_attention.models import PRESETS
+
+MASK = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1] * 7, [0] * 6 + [1]])
+
+
+def prompts() -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randint(1, 64, MASK.shape) * MASK
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"do_sample": True, "temperature": 0.7, "top_p": 0.9},
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"prefill_chunk_size": 3},
+    ],
+    ids=["greedy", "sampled", "beams", "chunked prefill"],
+)
+def test_cache_equals_no_cache_under_left_padding(make_model, preset: str, how: dict) -> None:
+    model = make_model(preset)
+    results = []
+    for use_cache in (True, False):
+        torch.manual_seed(2)
+        if not use_cache:
+            how = {name: value for name, value in how.items() if name != "prefill_chunk_size"}
+        out = model.generate(
+            prompts(), attention_mask=MASK, max_new_tokens=12, use_cache=use_cache,
+            **{"do_sample": False, **how},
+        )  # fmt: skip
+        results.append(out)
+    assert torch.equal(*results)
+    assert results[0][:, 7:].unique().numel() > 5  # not one token over and over
+
+
+def test_rows_of_a_batch_equal_rows_alone(make_model) -> None:
+    model = make_model()
+    batch = model.generate(prompts(), attention_mask=MASK, max_new_tokens=12, do_sample=False)
+    for n, row in enumerate(prompts()):
+        alone = model.generate(row[MASK[n].bool()][None], max_new_tokens=12, do_sample=False)
+        assert torch.equal(batch[n, 7:], alone[0, -12:])
+
+
+@pytest.mark.parametrize("preset", ["path_fox", "rope"])
+@pytest.mark.parametrize("turn", [1, 4])
+def test_resumed_from_a_cache(make_model, preset: str, turn: int) -> None:
+    """A second turn of `turn` tokens on the first turn's cache, padding and all."""
+    model = make_model(preset)
+    first = model.generate(
+        prompts(), attention_mask=MASK, max_new_tokens=5, do_sample=False,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    ids = torch.cat([first.sequences, torch.randint(1, 64, (3, turn))], 1)
+    mask = torch.cat([MASK, torch.ones(3, 5 + turn, dtype=torch.int64)], 1)
+    cache = first.past_key_values
+    assert cache.get_seq_length() == 11  # the last token is not in yet
+    resumed = model.generate(
+        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False
+    )
+    fresh = model.generate(
+        ids, attention_mask=mask, max_new_tokens=6, do_sample=False, use_cache=False
+    )
+    assert torch.equal(resumed, fresh)
+
+
+def test_a_users_empty_cache_is_filled(make_model) -> None:
+    model, cache = make_model(), DynamicCache()
+    ids = prompts()[1:2]
+    out = model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    assert cache.get_seq_length() == 10
+    assert torch.equal(out, model.generate(ids, max_new_tokens=4, do_sample=False))
+
+
+@pytest.mark.parametrize("kind", ["static", "quantized", "offloaded"])
+def test_other_caches_are_refused(make_model, kind: str) -> None:
+    with pytest.raises(ValueError, match=f"cache_implementation: .* got '{kind}'"):
+        make_model().generate(prompts(), max_new_tokens=2, cache_implementation=kind)
+
+
+def test_drafts_that_need_cropping_are_refused(make_model) -> None:
+    with pytest.raises(ValueError, match="crop"):
+        make_model().generate(
+            prompts()[1:2], max_new_tokens=8, prompt_lookup_num_tokens=2, do_sample=False
+        )

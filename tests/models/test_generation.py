@@ -1,0 +1,108 @@
+"""The command `generate`."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+
+import pytest
+import torch
+import tyro
+
+from path_attention.models.generation import Generate, encode_prompt
+
+
+@pytest.fixture
+def run_folder(make_model, tmp_path):
+    """A run's folder with an untrained model and a byte-level tokenizer of 258 tokens."""
+    pytest.importorskip("tokenizers")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: n for n, token in enumerate(["<|end|>", "<|pad|>", *alphabet])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<|end|>", eos_token="<|end|>", pad_token="<|pad|>"
+    )
+    make_model("path", vocab_size=258).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path
+
+
+def test_streams_the_text_that_generate_returns(run_folder, capsys) -> None:
+    command = Generate(model=run_folder, prompt="def f(x):", max_new_tokens=9, temperature=0.0)
+    command.run()
+    first = capsys.readouterr()
+    assert first.out.startswith("def f(x):")
+    assert re.search(r"^9 tokens in [\d.]+ s: [\d.]+ tokens/s$", first.err.strip().split("\n")[-1])
+    command.run()
+    assert capsys.readouterr().out == first.out
+
+
+def test_the_seed_decides(run_folder, capsys) -> None:
+    texts = []
+    for seed in (0, 0, 1):
+        Generate(
+            model=run_folder / "model", prompt="a", max_new_tokens=8, temperature=1.5, seed=seed
+        ).run()
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_prompt_from_a_file_or_stdin(run_folder, capsys, monkeypatch) -> None:
+    file = run_folder / "prompt.txt"
+    file.write_text("größe = 1\n", encoding="utf-8")
+    Generate(model=run_folder, prompt_file=file, max_new_tokens=1, temperature=0.0).run()
+    from_file = capsys.readouterr().out
+    assert from_file.startswith("größe = 1\n")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("größe = 1\n"))
+    Generate(model=run_folder, max_new_tokens=1, temperature=0.0).run()
+    assert capsys.readouterr().out == from_file
+
+
+def test_prompts_start_as_training_documents_do(run_folder) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(run_folder / "model")
+    ids = encode_prompt(tokenizer, "ab")
+    assert ids.shape == (1, 3) and ids[0, 0] == tokenizer.bos_token_id
+    assert encode_prompt(tokenizer, "").tolist() == [[tokenizer.bos_token_id]]
+    assert torch.equal(encode_prompt(tokenizer, "<|end|>ab"), ids)
+    tokenizer.bos_token = None
+    with pytest.raises(ValueError, match="prompt: expected at least one token"):
+        encode_prompt(tokenizer, "")
+
+
+def test_words_of_the_command_line(run_folder) -> None:
+    command = tyro.cli(Generate, args=[str(run_folder), "--prompt", "x", "--top-p", "0.5"])
+    assert command == Generate(model=run_folder, prompt="x", top_p=0.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"prompt_file": "x"}, "prompt: expected --prompt or"),
+        ({"max_new_tokens": 0}, "max_new_tokens: expected"),
+        ({"temperature": -0.1}, "temperature: expected"),
+        ({"temperature": float("nan")}, "temperature: expected"),
+        ({"top_p": 0.0}, "top_p: expected"),
+        ({"top_p": 1.5}, "top_p: expected"),
+        ({"model": "nowhere"}, "model: expected"),
+    ],
+)
+def test_bad_options_are_refused(run_folder, change: dict, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        Generate(**{"model": run_folder, "prompt": "x", **change}).run()
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused(run_folder, make_model) -> None:
+    make_model("path", vocab_size=257).save_pretrained(run_folder / "model")
+    with pytest.raises(ValueError, match="tokenizer: expected at most the model's 257 tokens, got"):
+        Generate(model=run_folder, prompt="x").run()
+    (run_folder / "model" / "tokenizer_config.json").unlink()
+    with pytest.raises(ValueError, match="expected a tokenizer"):
+        Generate(model=run_folder, prompt="x").run()
