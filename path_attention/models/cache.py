@@ -96,6 +96,8 @@ def layer_caches(cache: Cache, layers: int) -> list[PathAttentionCacheLayer]:
     """
     if not isinstance(cache, Cache):
         raise ValueError(f"cache: expected a transformers Cache, got {type(cache).__name__}")
+    if cache.offloading:
+        raise ValueError("cache: expected one that stays on its device, got offloading=True")
     if not cache.layers and cache.layer_class_to_replicate is not None:
         cache.layers.extend(PathAttentionCacheLayer() for _ in range(layers))
         cache.layer_class_to_replicate = None

@@ -25,8 +25,8 @@ def model_folder(path: str | Path) -> Path:
 def load_model(path: str | Path, **kwargs: Any) -> PreTrainedModel:
     """Load a causal language model from a run's or a model's folder, in evaluation mode.
 
-    Keyword arguments go to `from_pretrained`. Raises ValueError on a folder that holds none, or
-    whose files are damaged.
+    Keyword arguments go to `from_pretrained`. Raises ValueError on a folder that holds none, whose
+    files are damaged, or that lacks weights.
     """
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
@@ -35,9 +35,17 @@ def load_model(path: str | Path, **kwargs: Any) -> PreTrainedModel:
 
     folder = model_folder(path)
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **kwargs)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, output_loading_info=True, **kwargs
+        )
     except (SafetensorError, json.JSONDecodeError) as error:
         raise ValueError(f"model: expected undamaged files in {folder}, got {error}") from error
+    model, report = loaded
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ValueError(
+            f"model: expected every weight in {folder}, {len(missing)} lack, as {missing[0]}"
+        )
     return model.eval()
 
 

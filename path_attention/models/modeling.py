@@ -132,7 +132,8 @@ class PathAttentionModel(PathAttentionPreTrainedModel):
             use_cache: return a cache; None is `config.use_cache` outside training.
             packing: borders of packed documents (B = 1): a `Packing`, or `cu_seqlens` `[N + 1]`
                 (also as transformers' `cu_seq_lens_q`).
-            output_hidden_states: also return the embedding's and every block's output.
+            output_hidden_states: also return the embedding's and every block's output, the last
+                one normalised, as transformers has it.
 
         Returns:
             last_hidden_state `[B, T, hidden_size]`, the cache, hidden states.
@@ -156,12 +157,13 @@ class PathAttentionModel(PathAttentionPreTrainedModel):
             output_hidden_states = self.config.output_hidden_states
 
         x = rows.compact(x)
-        states = [x]
+        states = []
         for layer, layer_cache in zip(self.layers, caches, strict=True):
+            if output_hidden_states:
+                states.append(rows.restore(x))
             x = layer(x, positions, packing=packing, valid=rows.valid, layer_cache=layer_cache)
-            states.append(x)
         x = rows.restore(self.norm(x))
-        hidden = tuple(map(rows.restore, states)) if output_hidden_states else None
+        hidden = (*states, x) if output_hidden_states else None
         kept: dict[str, Any] = {CACHE_NAME: past}
         return BaseModelOutputWithPast(last_hidden_state=x, hidden_states=hidden, **kept)
 

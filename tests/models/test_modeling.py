@@ -37,6 +37,7 @@ def test_padded_equals_unpadded(make_model, rows, preset: str, side: str) -> Non
     ids, mask = padded(rows, side)
     alone = [model(row[None], output_hidden_states=True) for row in rows]
     together = model(ids, attention_mask=mask, output_hidden_states=True)
+    assert len(together.hidden_states) == 3
     for n, one in enumerate(alone):
         real = mask[n].bool()
         torch.testing.assert_close(together.logits[n, real], one.logits[0], **DOUBLE)
@@ -237,6 +238,8 @@ def test_a_cache_of_another_model_is_refused(make_model) -> None:
     model, deeper = make_model(), make_model(num_hidden_layers=3)
     with pytest.raises(ValueError, match=r"cache: .* of 2 layers"):
         model(IDS, cache=DynamicCache(config=deeper.config))
+    with pytest.raises(ValueError, match="offloading=True"):
+        model(IDS, cache=DynamicCache(config=model.config, offloading=True))
     plain = DynamicCache()
     plain.update(torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8), 0)
     plain.update(torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8), 1)

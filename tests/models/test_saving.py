@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
 from path_attention.models import PathAttentionForCausalLM, PathAttentionModel, load_model
+from path_attention.models.cache import CACHE_NAME
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -119,10 +120,10 @@ def test_a_model_in_bf16_decodes_as_it_prefills(make_model) -> None:
     ids = torch.randint(1, 64, (2, 40))
     with torch.no_grad():
         full = model(ids).logits.float()
-        cache, parts = model(ids[:, :20], use_cache=True), []
-        parts = [cache.logits]
+        first = model(ids[:, :20], use_cache=True)
+        parts = [first.logits]
         for t in range(20, 40):
-            parts.append(model(ids[:, t : t + 1], past_key_values=cache.past_key_values).logits)
+            parts.append(model(ids[:, t : t + 1], cache=first[CACHE_NAME]).logits)
     error = (torch.cat(parts, 1).float() - full).norm() / full.norm()
     assert error < 0.02
 
@@ -165,6 +166,14 @@ def test_load_model_finds_a_runs_folder_and_names_what_is_wrong(make_model, tmp_
         load_model(tmp_path)
     make_model().save_pretrained(tmp_path / "model")
     assert type(load_model(tmp_path)) is PathAttentionForCausalLM
+    make_model("path").save_pretrained(tmp_path / "less" / "model")
+    (tmp_path / "less" / "model" / "config.json").write_bytes(
+        (tmp_path / "model" / "config.json").read_bytes()
+    )
+    with pytest.raises(ValueError, match=r"model: expected every weight .*forget_proj"):
+        load_model(tmp_path / "less")
+    make_model(tie_word_embeddings=True).save_pretrained(tmp_path / "tied")
+    assert load_model(tmp_path / "tied").config.tie_word_embeddings
     weights = tmp_path / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ValueError, match="model: expected undamaged files"):
