@@ -127,20 +127,21 @@ def _backward(
     B, T, _, _ = q.shape
     inputs = (q, k, v, w, beta, log_forget)
     grads = [q.new_empty(0 if x is None else x.shape) for x in inputs]
-    for group in make_groups(cu_seqlens, B, T, _unit(w, log_forget)):
-        x = gather(group, *inputs)
-        G = x.q.shape[1]
-        top = _Top(
-            to_heads(group, grad_out, G, zero_padding=True),
-            None
-            if grad_lse is None
-            else to_heads(group, grad_lse[..., None], G, zero_padding=True)[..., 0],
-            to_heads(group, out, G),
-            to_heads(group, lse[..., None], G)[..., 0],
-        )
-        for total, grad in zip(grads, _attend_group_backward(group, x, top, scale), strict=True):
-            if grad is not None:
-                scatter(group, total if total.dim() == 4 else total[..., None], grad)
+    # Users call backward inside autocast too, which would round every product in here.
+    with torch.autocast(q.device.type, enabled=False):
+        for group in make_groups(cu_seqlens, B, T, _unit(w, log_forget)):
+            x = gather(group, *inputs)
+            G = x.q.shape[1]
+            top = _Top(
+                to_heads(group, grad_out, G),
+                None if grad_lse is None else to_heads(group, grad_lse[..., None], G)[..., 0],
+                to_heads(group, out, G),
+                to_heads(group, lse[..., None], G)[..., 0],
+            )
+            parts = _attend_group_backward(group, x, top, scale)
+            for grad, part in zip(grads, parts, strict=True):
+                if part is not None:
+                    scatter(group, grad if grad.dim() == 4 else grad[..., None], part)
     return tuple(grads)  # type: ignore[return-value]
 
 

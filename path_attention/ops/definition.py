@@ -26,8 +26,8 @@ def definition(
         A_ij = scale · k_jᵀ H_{j+1} ⋯ H_i q_i + Σ_{t=j+1..i} log_forget_t,  H_t = I − β_t w_t w_tᵀ
         o_i  = Σ_{j≤i} softmax_j(A_ij) v_j,      lse_i = log Σ_{j≤i} exp A_ij
 
-    Arguments as in `path_attention`, validated there; gradients by autograd. Computes in the widest
-    of the inputs' dtypes and returns `out` in q's; `lse` stays in the computing dtype.
+    Arguments as in `path_attention`, validated there; gradients by autograd. Computes in float32,
+    or float64 for float64 inputs; `out` comes in q's dtype, `lse` in the computing dtype.
     """
     if packing is not None:
         tensors = (q, k, v, w, beta, log_forget)
@@ -42,9 +42,7 @@ def definition(
         return torch.cat([o for o, _ in parts], 1), torch.cat([lse for _, lse in parts], 1)
 
     out_dtype = q.dtype
-    dtype = out_dtype
-    for x in (w, beta, log_forget):
-        dtype = dtype if x is None else torch.promote_types(dtype, x.dtype)
+    dtype = torch.promote_types(out_dtype, torch.float32)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     B, T, HQ, _ = q.shape
     H = k.shape[2]

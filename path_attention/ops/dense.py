@@ -26,12 +26,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tenso
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, scale=1.0
         )
-    out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:-1])
-    for rows, columns in _tiles(q, k, causal):
-        scores = _scores(q, k, rows, columns, causal)
-        lse[..., rows] = scores.logsumexp(-1)
-        out[..., rows, :] = (scores - lse[..., rows, None]).exp() @ v[..., columns, :]
-    return out, lse
+    return attend_in_tiles(q, k, v, causal)
 
 
 def attend_backward(
@@ -46,6 +41,23 @@ def attend_backward(
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out, q, k, v, out, lse, 0.0, causal, scale=1.0
         )
+    return attend_backward_in_tiles(grad_out, q, k, v, out, lse, causal)
+
+
+def attend_in_tiles(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """`attend` in plain PyTorch, some rows at a time, for devices without a kernel to call."""
+    out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:-1])
+    for rows, columns in _tiles(q, k, causal):
+        scores = _scores(q, k, rows, columns, causal)
+        lse[..., rows] = scores.logsumexp(-1)
+        out[..., rows, :] = (scores - lse[..., rows, None]).exp() @ v[..., columns, :]
+    return out, lse
+
+
+def attend_backward_in_tiles(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attend_backward` in plain PyTorch, some rows at a time."""
     dq, dk, dv = torch.empty_like(q), k.new_zeros(k.shape), v.new_zeros(v.shape)
     delta = (grad_out * out).sum(-1, keepdim=True)
     for rows, columns in _tiles(q, k, causal):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -20,10 +20,16 @@ class Packing:
     Attributes:
         cu_seqlens: int32 `[N + 1]`, the running sum of lengths: 0 first, the number of tokens last.
         lengths: the N lengths as Python integers; empty documents are allowed.
+        total: the number of tokens. A number of its own, so that a compiled step depends on it
+            alone and not on each length.
     """
 
     cu_seqlens: Tensor
     lengths: tuple[int, ...]
+    total: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "total", sum(self.lengths))
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> Packing:
@@ -46,6 +52,10 @@ class Packing:
         Raises:
             ValueError: naming `cu_seqlens`, what came, and what was expected.
         """
+        if not isinstance(cu_seqlens, Tensor):
+            raise ValueError(
+                f"cu_seqlens: expected a tensor or a Packing, got {type(cu_seqlens).__name__}"
+            )
         if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
             raise ValueError(f"cu_seqlens: expected shape [N + 1], got {list(cu_seqlens.shape)}")
         if cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -67,20 +77,12 @@ class Packing:
             )
         return cls(cu_seqlens.to(torch.int32), lengths)
 
-    @property
-    def total(self) -> int:
-        """The number of tokens."""
-        return sum(self.lengths)
-
     def to(self, device: torch.device | str) -> Packing:
         """The same packing with `cu_seqlens` on another device."""
         return Packing(self.cu_seqlens.to(device), self.lengths)
 
     def position_ids(self) -> Tensor:
         """int64 `[T]`: each token's position in its own document."""
-        device = self.cu_seqlens.device
-        starts = self.cu_seqlens[:-1].to(torch.int64)
-        lengths = torch.tensor(self.lengths, dtype=torch.int64, device=device)
-        return torch.arange(self.total, device=device) - torch.repeat_interleave(
-            starts, lengths, output_size=self.total
-        )
+        token = torch.arange(self.total, device=self.cu_seqlens.device)
+        borders = self.cu_seqlens.to(torch.int64)
+        return token - borders[torch.searchsorted(borders, token, right=True) - 1]

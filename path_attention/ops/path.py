@@ -19,6 +19,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "blockwise": blockwise,
 }
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_AUTOCAST = _FLOATS[:3]
 _UNIT_NORM_TOLERANCE = 1e-3  # of ‖w‖² in float32; a w rounded to 16 bits is renormalised instead
 
 
@@ -100,9 +101,9 @@ def path_attention(
         ValueError: naming the argument, what came, and what was expected.
     """
     device_type = q.device.type
-    if torch.is_autocast_enabled(device_type) and q.dtype != torch.float64:
+    if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        q, k, v = (x.to(dtype) if x.dtype in _AUTOCAST else x for x in (q, k, v))
     packing = _check_shapes(q, k, v, w, beta, log_forget, cu_seqlens)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if check_contract:
@@ -173,13 +174,18 @@ def _check_shapes(
         return None
     if B != 1:
         raise ValueError(f"cu_seqlens: expected a batch of 1 with packed sequences, got B = {B}")
-    if not isinstance(cu_seqlens, Packing):
-        return Packing.from_cu_seqlens(cu_seqlens, T)
-    if cu_seqlens.total != T:
+    packing = cu_seqlens
+    if not isinstance(packing, Packing):
+        packing = Packing.from_cu_seqlens(packing, T)
+    if packing.total != T:
         raise ValueError(
-            f"cu_seqlens: expected to end at T = {T}, the number of tokens, got {cu_seqlens.total}"
+            f"cu_seqlens: expected to end at T = {T}, the number of tokens, got {packing.total}"
         )
-    return cu_seqlens
+    if packing.cu_seqlens.device != q.device:
+        raise ValueError(
+            f"cu_seqlens: expected on q's device {q.device}, got {packing.cu_seqlens.device}"
+        )
+    return packing
 
 
 def _check_contract(w: Tensor | None, beta: Tensor | None, log_forget: Tensor | None) -> None:

@@ -14,7 +14,7 @@ class Group(NamedTuple):
     """Sequences that are padded to one length and computed together."""
 
     rows: Tensor | None  # [n, L] token of the packed batch; None: the batch as it is
-    lengths: Tensor | None  # [n]
+    valid: Tensor | None  # [n, L] where rows is not padding
     tokens: int  # T, where rows is None
     length: int  # L, a multiple of block
     block: int
@@ -52,21 +52,19 @@ def make_groups(cu_seqlens: Tensor | None, B: int, T: int, unit: int | None) -> 
         starts, lengths = torch.tensor(members, device=cu_seqlens.device).unbind(1)
         length = blocks * step if blocks > 1 else max(n for _, n in members)
         offset = torch.arange(length, device=cu_seqlens.device)
-        rows = starts[:, None] + torch.minimum(offset, lengths[:, None] - 1)
+        valid = offset < lengths[:, None]
+        rows = (starts[:, None] + offset).where(valid, 0)
         block = length if unit is None or blocks == 1 else unit
-        groups.append(Group(rows, lengths, T, length, block))
+        groups.append(Group(rows, valid, T, length, block))
     return groups
 
 
-def to_heads(group: Group, x: Tensor, G: int, zero_padding: bool = False) -> Tensor:
-    """[B, T, H·G, E] → [n·H, G, L, E]. Padding repeats a sequence's last token, or is zero."""
-    if group.rows is None or group.lengths is None:
+def to_heads(group: Group, x: Tensor, G: int) -> Tensor:
+    """[B, T, H·G, E] → [n·H, G, L, E], padded with zeros: H = I, no decay, scores and lse of 0."""
+    if group.rows is None or group.valid is None:
         x = F.pad(x, (0, 0, 0, 0, 0, group.length - group.tokens))
     else:
-        x = x[0][group.rows]
-        if zero_padding:
-            offset = torch.arange(group.length, device=x.device)
-            x = x * (offset < group.lengths[:, None])[..., None, None]
+        x = x[0][group.rows].where(group.valid[..., None, None], 0)
     n, L, HG, E = x.shape
     return x.transpose(1, 2).reshape(n * HG // G, G, L, E)
 
@@ -88,9 +86,7 @@ def scatter(group: Group, whole: Tensor, x: Tensor) -> None:
     E = whole.shape[3]
     n = whole.shape[0] if group.rows is None else group.rows.shape[0]
     x = x.reshape(n, -1, group.length, E).transpose(1, 2)  # [n, L, heads, E]
-    if group.rows is None or group.lengths is None:
+    if group.rows is None or group.valid is None:
         whole.copy_(x[:, : group.tokens])
     else:
-        offset = torch.arange(group.length, device=x.device)
-        valid = offset < group.lengths[:, None]
-        whole[0, group.rows[valid]] = x[valid]
+        whole[0, group.rows[group.valid]] = x[group.valid]
