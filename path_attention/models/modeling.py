@@ -254,10 +254,14 @@ class PathAttentionForCausalLM(PathAttentionPreTrainedModel, GenerationMixin):
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, **past
         )
 
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, *, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
         """As transformers' own, without position_ids, which are counted from mask and cache."""
         generation: Any = super()
-        inputs = generation.prepare_inputs_for_generation(*args, **kwargs)
+        inputs = generation.prepare_inputs_for_generation(
+            input_ids, inputs_embeds=inputs_embeds, **kwargs
+        )
         inputs.pop("position_ids", None)
         return inputs
 

@@ -83,6 +83,13 @@ def test_a_users_empty_cache_is_filled(make_model) -> None:
     assert torch.equal(out, model.generate(ids, max_new_tokens=4, do_sample=False))
 
 
+def test_embedded_prompts(make_model) -> None:
+    model, ids = make_model(), prompts()[1:2]
+    embedded = model.get_input_embeddings()(ids)
+    out = model.generate(inputs_embeds=embedded, max_new_tokens=5, do_sample=False)
+    assert torch.equal(out, model.generate(ids, max_new_tokens=5, do_sample=False)[:, 7:])
+
+
 @pytest.mark.parametrize("kind", ["static", "quantized", "offloaded"])
 def test_other_caches_are_refused(make_model, kind: str) -> None:
     with pytest.raises(ValueError, match=f"cache_implementation: .* got '{kind}'"):
