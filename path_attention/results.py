@@ -23,6 +23,7 @@ import math
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -119,8 +120,10 @@ def command_line(argv: Sequence[str]) -> str:
         short = path.relative_to(here) if path.is_relative_to(here) else Path(path.name)
         return f"{option}{equals}{short}"
 
-    words = [Path(argv[0]).name, *map(relative, argv[1:])]
-    return " ".join(f"'{word}'" if re.search(r"\s", word) else word for word in words)
+    program = Path(argv[0])
+    inside = program.suffix == ".py" and program.resolve().parent == Path(__file__).resolve().parent
+    name = f"python -m path_attention.{program.stem}" if inside else program.name
+    return " ".join([name, *(shlex.quote(relative(word)) for word in argv[1:])])
 
 
 def source_commit() -> str | None:

@@ -86,6 +86,8 @@ def test_the_command_names_no_machine(monkeypatch, tmp_path):
     argv = ["/usr/bin/path-attention", "evaluate", f"{tmp_path}/runs/a", "/mnt/data/corpus"]
     argv += ["--lengths=8,16", f"--out={tmp_path}/x", "--labels", "two words", "runs/b"]
     command = command_line(argv)
+    module = str(Path(results.__file__).with_name("cli.py"))
+    assert command_line([module, "train"]) == "python -m path_attention.cli train"
     assert command == (
         "path-attention evaluate runs/a corpus --lengths=8,16 --out=x --labels 'two words' runs/b"
     )

@@ -50,7 +50,8 @@ def merge_seeds(results: Sequence[Mapping[str, Any]], command: str) -> dict[str,
 
     Returns:
         A result whose rows have `perplexity` (the mean over seeds), `std` (of one seed, n − 1 in
-        the denominator), `low` and `high` (the least and the greatest seed), `seeds` (how many).
+        the denominator), `low` and `high` (the least and the greatest seed), `seeds` (how many);
+        by length also `growth`, with `growth_std`, `growth_low` and `growth_high`.
 
     Raises:
         ValueError: if there are fewer than two, or they do not measure the same models on the same
@@ -76,22 +77,27 @@ def merge_seeds(results: Sequence[Mapping[str, Any]], command: str) -> dict[str,
                     f"files: expected the same {name} in all of them, got "
                     f"{[other[name] for other in mine]} for {row['model']}"
                 )
-        seen = [other["perplexity"] for other in mine]
-        numbers = {
-            "perplexity": round(statistics.fmean(seen), 6),
-            "std": round(statistics.stdev(seen), 6),
-            "low": min(seen),
-            "high": max(seen),
-            "seeds": len(seen),
-        }
         names = {name: row[name] for name in _PLACE if name in row}
-        rows.append({**names, **numbers, **shared})
+        numbers = _spread("perplexity", "", mine)
+        if "growth" in row:
+            numbers |= _spread("growth", "growth_", mine)
+        rows.append({**names, **numbers, "seeds": len(mine), **shared})
     what = (
         f"Perplexity by length on held-out documents, {len(results)} training seeds: mean, "
         "standard deviation (std), least (low) and greatest (high) seed; the same targets at every "
-        "length"
+        "length, and growth since the shortest"
     )
     return {**first, "what": what, "command": command, "rows": rows}
+
+
+def _spread(name: str, prefix: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    seen = [row[name] for row in rows]
+    return {
+        name: round(statistics.fmean(seen), 6),
+        f"{prefix}std": round(statistics.stdev(seen), 6),
+        f"{prefix}low": min(seen),
+        f"{prefix}high": max(seen),
+    }
 
 
 def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:

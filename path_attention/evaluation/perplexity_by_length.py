@@ -72,16 +72,19 @@ class EvaluatePerplexity:
     """Of the choice of windows and of the bootstrap."""
 
     def run(self) -> None:
+        from transformers.utils.logging import disable_progress_bar
+
         from path_attention.evaluation.figure import draw
-        from path_attention.evaluation.table import print_by_length, progress_bar
+        from path_attention.evaluation.table import print_by_length, show_progress
         from path_attention.training.corpus import TokenCorpus
 
+        disable_progress_bar()
         models = name_models(self.models, self.labels)
         lengths = parse_lengths(self.lengths)
         device = choose_device(self.device)
         partial = Partial(self.out.with_name(f"{self.out.name}.partial.json"))
         corpus = TokenCorpus.open(self.data)
-        with progress_bar() as progress:
+        with show_progress() as progress:
             rows = perplexity_by_length(
                 models,
                 corpus,
@@ -98,7 +101,8 @@ class EvaluatePerplexity:
             )
         result = make_result(
             what=f"Perplexity by length on held-out documents: the same {self.targets} targets a "
-            "window at every length; low and high are a 95 % bootstrap interval over documents",
+            "window at every length; growth is over the shortest length; low and high are the ends "
+            "of a 95 % bootstrap interval over documents",
             rows=rows,
             device=device,
         )
@@ -144,7 +148,10 @@ def perplexity_by_length(
     Returns:
         Rows with `by` "length" (at `length` tokens of context) or "position" (context from
         `from_position` to `to_position` tokens, in one window); `loss` in nats a token,
-        `perplexity` = exp(loss), `low`, `high` its 95 % interval (None with one document).
+        `perplexity` = exp(loss), `low`, `high` its 95 % interval (None with one document). By
+        length also `growth` = perplexity over that at the shortest length, with an interval of
+        its own (`growth_low`, `growth_high`): much the narrower one, since both are of the same
+        tokens.
 
     Raises:
         ValueError: naming the argument: lengths that do not rise, no document long enough, a
@@ -171,9 +178,13 @@ def perplexity_by_length(
             partial,
             lambda done, total, label=label: progress(label, done, total),
         )
+        shortest = None
         for group, sums in measured:
-            summary = _summary(sums, chosen, len(group.indices), seed)
-            rows.append({**names, **group.names, **summary})
+            row = {**names, **group.names, **_summary(sums, chosen, len(group.indices), seed)}
+            if group.names["by"] == "length":
+                shortest = shortest or sums
+                row |= _growth(sums, shortest, chosen, seed)
+            rows.append(row)
     return sorted(rows, key=lambda row: (list(models).index(row["model"]), row["by"]))
 
 
@@ -279,20 +290,36 @@ def _losses(model: PreTrainedModel, tokens: Tensor, keep: Tensor) -> Tensor:
 
 
 def _summary(sums: Sequence[float], windows: Windows, targets: int, seed: int) -> dict[str, Any]:
-    documents, which = np.unique(windows.document, return_inverse=True)
-    loss = np.bincount(which, weights=np.asarray(sums))
-    tokens = np.bincount(which) * targets
-    mean = loss.sum() / tokens.sum()
-    low, high = bootstrap(loss, tokens, seed=seed)
+    perplexity, low, high = _interval(np.asarray(sums), windows, targets, seed)
+    tokens = len(sums) * targets
     return {
-        "perplexity": round(float(np.exp(mean)), 6),
-        "low": None if low is None else round(float(np.exp(low)), 6),
-        "high": None if high is None else round(float(np.exp(high)), 6),
-        "loss": round(float(mean), 6),
-        "tokens": int(tokens.sum()),
+        "perplexity": perplexity,
+        "low": low,
+        "high": high,
+        "loss": round(float(np.sum(sums) / tokens), 6),
+        "tokens": tokens,
         "windows": len(sums),
-        "documents": len(documents),
+        "documents": len(np.unique(windows.document)),
     }
+
+
+def _growth(
+    sums: Sequence[float], shortest: Sequence[float], windows: Windows, seed: int
+) -> dict[str, Any]:
+    difference = np.asarray(sums) - np.asarray(shortest)
+    growth, low, high = _interval(difference, windows, windows.targets, seed)
+    return {"growth": growth, "growth_low": low, "growth_high": high}
+
+
+def _interval(
+    sums: np.ndarray, windows: Windows, targets: int, seed: int
+) -> tuple[float | None, ...]:
+    """exp of the mean over tokens, and of its interval over documents."""
+    _, which = np.unique(windows.document, return_inverse=True)
+    loss = np.bincount(which, weights=sums)
+    tokens = np.bincount(which) * targets
+    ends = (loss.sum() / tokens.sum(), *bootstrap(loss, tokens, seed=seed))
+    return tuple(None if end is None else round(float(np.exp(end)), 6) for end in ends)
 
 
 def bootstrap(

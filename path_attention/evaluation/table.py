@@ -7,21 +7,17 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import TaskID
 from rich.table import Table
+
+from path_attention.training.progress import progress_bar
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+def show_progress() -> Iterator[Callable[[str, int, int], None]]:
     """A bar for each label: call it with (label, tokens done, tokens in all)."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens"),
-        TimeRemainingColumn(),
-    )
     tasks: dict[str, TaskID] = {}
-    with Progress(*columns, console=Console(stderr=True)) as bars:
+    with progress_bar("tokens") as bars:
 
         def report(label: str, done: int, total: int) -> None:
             if label not in tasks:
@@ -32,10 +28,15 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def print_by_length(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print perplexity by length: a line a model, its interval or its seeds' spread below."""
+    """Print perplexity by length, and below it how it grew since the shortest length."""
     rows = [row for row in rows if row["by"] == "length"]
     lengths = sorted({row["length"] for row in rows})
-    table = Table(title="Perplexity by tokens of context, on the same target tokens")
+    spread = "all seeds" if "seeds" in rows[0] else "95 % interval"
+    table = Table(
+        title="Perplexity by tokens of context, on the same target tokens",
+        caption=f"× perplexity at {lengths[0]:,} tokens; {spread} below",
+        show_lines=True,
+    )
     table.add_column("model")
     for length in lengths:
         table.add_column(f"{length:,}", justify="right")
@@ -46,6 +47,7 @@ def print_by_length(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _cell(row: Mapping[str, Any]) -> str:
-    if row["low"] is None:
-        return f"{row['perplexity']:.2f}"
-    return f"{row['perplexity']:.2f}\n[dim]{row['low']:.2f}–{row['high']:.2f}[/dim]"
+    text = f"{row['perplexity']:,.2f}\n× {row['growth']:.3f}"
+    if row["growth_low"] is not None:
+        text += f"\n[dim]{row['growth_low']:.3f}–{row['growth_high']:.3f}[/dim]"
+    return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 
 import pytest
 
@@ -27,8 +28,10 @@ def one_seed(values: list[float], **change) -> dict:
         for length, value in zip((256, 512, 1024), values, strict=True):
             value *= factor
             numbers = {"perplexity": value, "low": value * 0.9, "high": value * 1.1, "loss": 0.0}
+            growth = value / (values[0] * factor)
+            grown = {"growth": growth, "growth_low": growth * 0.9, "growth_high": growth * 1.1}
             names = {"by": "length", "length": length}
-            rows.append({"model": model, **names, **numbers, **SHARED, **change})
+            rows.append({"model": model, **names, **numbers, **grown, **SHARED, **change})
             names = {"by": "position", "from_position": length // 2 + 1, "to_position": length}
             rows.append({"model": model, **names, **numbers, **SHARED, **change})
     return make_result(what="x", rows=rows, command="x")
@@ -45,6 +48,10 @@ def test_mean_and_spread():
         "std": 60.0,
         "low": 60.0,
         "high": 180.0,
+        "growth": pytest.approx((30 / 7 + 90 / 8 + 60 / 9) / 3),
+        "growth_std": pytest.approx(statistics.stdev([30 / 7, 90 / 8, 60 / 9]), rel=1e-5),
+        "growth_low": pytest.approx(30 / 7),
+        "growth_high": pytest.approx(90 / 8),
         "seeds": 3,
         **SHARED,
     }
@@ -84,7 +91,7 @@ def test_the_command_writes_result_and_figure(tmp_path, capsys):
     assert result["rows"][0]["seeds"] == 3
     assert (tmp_path / "all.v1.png").read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
-    assert "120.00" in shown and "60.00–180.00" in shown
+    assert "120.00" in shown and "4.286–11.250" in shown
 
 
 def test_figure_of_one_document_and_models_of_other_training_lengths(tmp_path):

@@ -99,6 +99,15 @@ def test_length_rows_are_the_definition(folders, corpus):
         assert row["training_length"] == 16
 
 
+def test_growth_is_paired(folders, corpus):
+    rows = perplexity_by_length(folders, corpus, lengths=LENGTHS, targets=4)
+    rows = {r["length"]: r for r in rows if r["model"] == "one" and r["by"] == "length"}
+    first, last = rows[8], rows[32]
+    assert (first["growth"], first["growth_low"], first["growth_high"]) == (1.0, 1.0, 1.0)
+    assert last["growth"] == pytest.approx(last["perplexity"] / first["perplexity"], rel=1e-5)
+    assert last["growth_low"] < last["growth"] < last["growth_high"]
+
+
 def test_position_rows_are_the_definition(folders, corpus):
     rows = perplexity_by_length(folders, corpus, lengths=LENGTHS, targets=8)
     windows = choose_windows(corpus, length=32, targets=8, limit=64)
