@@ -210,7 +210,10 @@ def build_corpus(
 
 
 def build(
-    recipe: CorpusRecipe, out: str | os.PathLike[str], overwrite: bool = False, progress: bool = True
+    recipe: CorpusRecipe,
+    out: str | os.PathLike[str],
+    overwrite: bool = False,
+    progress: bool = True,
 ) -> TokenCorpus:
     """As `build_corpus`, from a `CorpusRecipe`."""
     out = Path(out)
@@ -318,9 +321,7 @@ def _write(
         task = bar.add_task("corpus", total=len(documents.files) or recipe.max_documents)
         for batch_names, texts in _batches(documents):
             names += batch_names
-            for text, ids in zip(
-                texts, tokenizers.encode_documents(tokenizer, texts), strict=True
-            ):
+            for text, ids in zip(texts, tokenizers.encode_documents(tokenizer, texts), strict=True):
                 encoded = text.encode()
                 file.write(np.asarray(ids, dtype=dtype).tobytes())
                 lengths.append(len(ids))

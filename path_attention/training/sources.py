@@ -61,7 +61,9 @@ class Documents:
         max_documents: int | None = None,
     ) -> None:
         if not sources:
-            raise ValueError("sources: expected at least one file, folder, glob or data set, got ()")
+            raise ValueError(
+                "sources: expected at least one file, folder, glob or data set, got ()"
+            )
         self.hub = [s[len(HUB) :] for s in sources if s.startswith(HUB)]
         self.hub_options = (hub_config, hub_split, hub_column)
         self.max_documents = max_documents

@@ -1,0 +1,51 @@
+"""Recipes: functions without arguments that return a complete `Recipe`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+from path_attention.recipes.demo import demo_path, demo_rope
+from path_attention.training.recipe import Recipe
+
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    recipe.__name__: recipe for recipe in (demo_path, demo_rope)
+}
+
+__all__ = ["RECIPES", "demo_path", "demo_rope", "find_recipe", "recipe_usage"]
+
+
+def find_recipe(name: str) -> Callable[[], Recipe]:
+    """The recipe function of this name ("-" may stand for "_"), or "FILE.py:FUNCTION".
+
+    Raises ValueError if there is none.
+    """
+    file, separator, function = name.rpartition(":")
+    if separator:
+        return _from_file(Path(file), function)
+    if name.replace("-", "_") not in RECIPES:
+        raise ValueError(
+            f"RECIPE: expected one of {sorted(RECIPES)} or FILE.py:FUNCTION, got {name!r}"
+        )
+    return RECIPES[name.replace("-", "_")]
+
+
+def recipe_usage(prog: str) -> str:
+    """Help on the recipes."""
+    lines = [f"usage: {prog} RECIPE [overrides]   ({prog} RECIPE --help shows them)", ""]
+    for name, recipe in RECIPES.items():
+        lines.append(f"  {name:16}  {(recipe.__doc__ or '').splitlines()[0]}")
+    return "\n".join([*lines, "", "  FILE.py:FUNCTION  your own function that returns a Recipe"])
+
+
+def _from_file(file: Path, function: str) -> Callable[[], Recipe]:
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if not file.is_file() or spec is None or spec.loader is None:
+        raise ValueError(f"RECIPE: expected a Python file before the colon, got {str(file)!r}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, function, None)):
+        raise ValueError(f"RECIPE: {file} has no function {function!r}")
+    return getattr(module, function)

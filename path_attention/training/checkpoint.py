@@ -1,0 +1,190 @@
+"""Checkpoints of a run: sharded, atomic, verified by hash before they are trusted.
+
+    checkpoints/step-00000500/   __R_0.distcp of each process R, .metadata, manifest.json
+
+Model and optimizer are saved by `torch.distributed.checkpoint`, so they load under any number of
+processes. Randomness is a function of (seed, step, rank), so the step number in the manifest is all
+the state that it and the data have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from path_attention.training.processes import Processes
+from path_attention.training.progress import say
+
+MANIFEST = "manifest.json"
+_NAME = "step-{:08d}"
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        folder: where they are.
+        keep: how many of the latest to keep.
+        course: `Recipe.course()` and what else the numbers hang on; a resume must have the same.
+        processes: of the run.
+    """
+
+    def __init__(
+        self, folder: Path, *, keep: int, course: dict[str, Any], processes: Processes
+    ) -> None:
+        self.folder = folder
+        self.keep = keep
+        self.course = json.loads(json.dumps(course))
+        self.processes = processes
+
+    def steps(self) -> list[int]:
+        """The steps that there is a checkpoint of, damaged or not, in order."""
+        return sorted(int(path.name.split("-")[1]) for path in self.folder.glob("step-*"))
+
+    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Save the state after `step` steps. It appears under its name when it is complete.
+
+        Raises:
+            OSError: it can't be written; the checkpoints before it are left as they are.
+        """
+        partial = self.folder / f".{_NAME.format(step)}.partial"
+        if self.processes.first:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        self.processes.wait()
+        try:
+            states = dict(
+                zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)
+            )
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                dcp.save(states, checkpoint_id=partial, no_dist=self.processes.count == 1)
+            files = self._digests(partial)
+            if self.processes.first:
+                self._finish(partial, step, files)
+        except (OSError, RuntimeError, CheckpointException) as error:
+            if self.processes.first:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise OSError(
+                f"the checkpoint of step {step} can't be written to {self.folder}: {_reason(error)}; "
+                f"kept: the checkpoints of steps {self.steps()}"
+            ) from error
+        self.processes.wait()
+
+    def load_latest(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+        """Load the latest undamaged checkpoint in place. Returns its step; 0 if there is none.
+
+        A damaged one is set aside under the name damaged-step-…, and said so.
+
+        Raises:
+            ValueError: it was made with another recipe or corpus; or every checkpoint is damaged.
+        """
+        steps = self.steps()
+        self.processes.wait()
+        for step in reversed(steps):
+            path = self.folder / _NAME.format(step)
+            problem = self._problem(path)
+            if problem is None:
+                self._check_course(path)
+                states = get_state_dict(model, optimizer)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    dcp.load(
+                        dict(zip(("model", "optimizer"), states, strict=True)),
+                        checkpoint_id=path,
+                        no_dist=self.processes.count == 1,
+                    )
+                set_state_dict(
+                    model, optimizer, model_state_dict=states[0], optim_state_dict=states[1]
+                )
+                return step
+            if self.processes.first:
+                aside = path.with_name(f"damaged-{path.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                os.rename(path, aside)
+                say(
+                    f"checkpoint {path} is damaged ({problem}); set aside as {aside.name}, "
+                    "falling back to the one before"
+                )
+        if steps:
+            raise ValueError(f"resume: every checkpoint in {self.folder} is damaged, none is left")
+        return 0
+
+    def _digests(self, partial: Path) -> dict[str, list[Any]]:
+        """[size, SHA-256] of every file, each process reading its own; for the first process."""
+        names = [f"__{self.processes.rank}_*"] + [".metadata"] * self.processes.first
+        own = {path.name: _digest(path) for name in names for path in sorted(partial.glob(name))}
+        if self.processes.count == 1:
+            return own
+        gathered: list[Any] = [None] * self.processes.count
+        dist.all_gather_object(gathered, own)
+        return {name: digest for files in gathered for name, digest in files.items()}
+
+    def _finish(self, partial: Path, step: int, files: dict[str, list[Any]]) -> None:
+        manifest = {"step": step, "course": self.course, "files": files}
+        with open(partial / MANIFEST, "w") as file:
+            json.dump(manifest, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        final = self.folder / _NAME.format(step)
+        shutil.rmtree(final, ignore_errors=True)
+        os.rename(partial, final)
+        for old in self.steps()[: -self.keep]:
+            shutil.rmtree(self.folder / _NAME.format(old))
+
+    def _problem(self, path: Path) -> str | None:
+        """What is wrong with a checkpoint, found by all processes together; None if nothing is."""
+        found = None
+        try:
+            files = json.loads((path / MANIFEST).read_text())["files"]
+            for name in sorted(files)[self.processes.rank :: self.processes.count]:
+                if _digest(path / name) != files[name]:
+                    size = (path / name).stat().st_size
+                    found = f"{name} is not what was written ({size} bytes, then {files[name][0]})"
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            found = f"{type(error).__name__}: {error}"
+        if self.processes.count == 1:
+            return found
+        gathered: list[str | None] = [None] * self.processes.count
+        dist.all_gather_object(gathered, found)
+        return next((problem for problem in gathered if problem is not None), None)
+
+    def _check_course(self, path: Path) -> None:
+        before = json.loads((path / MANIFEST).read_text())["course"]
+        changed = [
+            f"{name} was {before.get(name)!r}, is {self.course.get(name)!r}"
+            for name in sorted({*before, *self.course})
+            if before.get(name) != self.course.get(name)
+        ]
+        if changed:
+            raise ValueError(
+                f"resume: {path} was made with another recipe: {'; '.join(changed)}. Go back to it, "
+                "or choose another folder"
+            )
+
+
+def _digest(path: Path) -> list[Any]:
+    with open(path, "rb") as file:
+        total = hashlib.sha256()
+        while block := file.read(1 << 22):
+            total.update(block)
+        return [file.tell(), total.hexdigest()]
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost message: torch wraps each process's error."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return (str(error).splitlines() or [type(error).__name__])[0]

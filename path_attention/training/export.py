@@ -1,0 +1,169 @@
+"""What a finished run leaves: the model's folder for `from_pretrained`, and its card."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from path_attention.training.corpus import TokenCorpus
+from path_attention.training.processes import Processes
+from path_attention.training.recipe import Recipe
+
+if TYPE_CHECKING:
+    from path_attention.models import PathAttentionConfig
+
+
+def export_model(
+    model: nn.Module,
+    config: PathAttentionConfig,
+    corpus: TokenCorpus,
+    folder: Path,
+    processes: Processes,
+) -> None:
+    """Gather the model from all processes and write it with its tokenizer; replaces `folder` whole.
+
+    The folder gets config.json, model.safetensors, generation_config.json and the tokenizer's files.
+    """
+    from path_attention.models import PathAttentionForCausalLM
+
+    state = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=processes.count > 1)
+    )
+    if not processes.first:
+        return
+    whole = PathAttentionForCausalLM(config)
+    whole.load_state_dict(state)
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        whole.save_pretrained(partial)
+        corpus.tokenizer().save_pretrained(partial)
+        old = folder.with_name(f".{folder.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            os.rename(folder, old)
+        os.rename(partial, folder)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_card(
+    out: Path,
+    *,
+    recipe: Recipe,
+    config: PathAttentionConfig,
+    corpus: TokenCorpus,
+    processes: Processes,
+    dtype: torch.dtype,
+    parameters: int,
+    log: list[dict[str, Any]],
+) -> None:
+    """Write card.json (everything) and README.md (for readers; also into model/)."""
+    losses = [line["loss"] for line in log if "loss" in line]
+    heldout = [line["heldout_loss"] for line in log if "heldout_loss" in line]
+    seconds = sum(line["seconds"] for line in log if "loss" in line)
+    card = {
+        "name": recipe.name,
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "recipe": recipe.to_dict(),
+        "model": {"parameters": parameters, "config": config.to_diff_dict()},
+        "data": {"folder": str(corpus.path), **corpus.info},
+        "loss": {
+            "train_last": losses[-1] if losses else None,
+            "heldout": heldout[-1] if heldout else None,
+            "heldout_perplexity": math.exp(heldout[-1]) if heldout else None,
+        },
+        "training": {
+            "tokens": recipe.steps * recipe.batch_tokens,
+            "epochs": recipe.steps
+            * recipe.batch_tokens
+            / (corpus.info["tokens"] - corpus.info["heldout_tokens"]),
+            "seconds": round(seconds, 1),
+        },
+        "environment": _environment(processes, dtype),
+    }
+    _replace(out / "card.json", json.dumps(card, indent=1) + "\n")
+    for folder in (out / "model", out):
+        _replace(folder / "README.md", _readme(card, recipe))
+
+
+def _environment(processes: Processes, dtype: torch.dtype) -> dict[str, Any]:
+    import transformers
+
+    import path_attention
+
+    cuda = processes.device.type == "cuda"
+    return {
+        "path_attention": path_attention.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "device": torch.cuda.get_device_name() if cuda else torch.backends.cpu.get_cpu_capability(),
+        "processes": processes.count,
+        "threads": torch.get_num_threads(),
+        "precision": str(dtype).removeprefix("torch."),
+    }
+
+
+def _readme(card: dict[str, Any], recipe: Recipe) -> str:
+    loss, data, environment = card["loss"], card["data"], card["environment"]
+    heldout = (
+        "none held out"
+        if loss["heldout"] is None
+        else f"{loss['heldout']:.4f} nats a token (perplexity {loss['heldout_perplexity']:.2f})"
+    )
+    rows = {
+        "parameters": f"{card['model']['parameters']:,}",
+        "encoding": recipe.model.preset,
+        "context length": f"{recipe.data.context_length} tokens",
+        "trained on": f"{card['training']['tokens']:,} tokens, {card['training']['epochs']:.2f} "
+        f"epochs of {', '.join(data['recipe']['sources'])}",
+        "held-out loss": heldout,
+        "held out": f"{data['heldout_documents']} of {data['documents']} documents",
+        "made with": ", ".join(f"{name} {value}" for name, value in environment.items()),
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [path_attention]
+---
+# {card["name"]}
+
+A language model trained by `path_attention`.
+
+| | |
+|---|---|
+{table}
+
+Made by
+
+    {card["command"]}
+
+Use it with
+
+    import path_attention.models  # registers the model with transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(FOLDER)
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+"""
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text)
+    os.replace(partial, path)

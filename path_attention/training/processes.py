@@ -1,0 +1,158 @@
+"""The processes of a run: one alone, or those that `torchrun` started; and the model spread over them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from path_attention.training.recipe import Parallel, Precision
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among the others.
+
+    Attributes:
+        rank: 0 ≤ rank < count.
+        count: how many there are.
+        device: this one's.
+    """
+
+    rank: int
+    count: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes what is written once."""
+        return self.rank == 0
+
+    def sum(self, *values: float | Tensor) -> list[float]:
+        """Each value summed over all processes, in float64. Waits for the device."""
+        total = torch.stack(
+            [torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values]
+        )
+        if self.count > 1:
+            dist.all_reduce(total)
+        return total.tolist()
+
+    def wait(self) -> None:
+        """Until all processes are here."""
+        if self.count > 1:
+            dist.barrier()
+
+    @contextmanager
+    def first_does(self) -> Iterator[None]:
+        """The first process runs the body before the others do; if it fails, all fail."""
+        failed: BaseException | None = None
+        if not self.first:
+            self._share(None)
+            yield
+            return
+        try:
+            yield
+        except BaseException as error:
+            failed = error
+            raise
+        finally:
+            self._share(None if failed is None else f"{type(failed).__name__}: {failed}")
+
+    def _share(self, failure: str | None) -> None:
+        if self.count == 1:
+            return
+        box = [failure]
+        dist.broadcast_object_list(box, src=0)
+        if box[0] is not None and not self.first:
+            raise ValueError(f"the first process failed: {box[0]}")
+
+
+@contextmanager
+def start_processes(device: str = "auto") -> Iterator[Processes]:
+    """Join the processes that `torchrun` started, if it did; leave them at the end.
+
+    Args:
+        device: "cpu", "cuda" (each process takes the one of its LOCAL_RANK), or "auto".
+
+    Raises:
+        ValueError: CUDA was asked for and is not there.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "device: expected one that is there, got 'cuda', which torch does not find"
+        )
+    kind = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
+    place = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else None
+    if place is not None:
+        torch.cuda.set_device(place)
+    place = place or torch.device("cpu")
+    if "WORLD_SIZE" not in os.environ or dist.is_initialized():
+        joined = dist.is_initialized()
+        yield Processes(
+            dist.get_rank() if joined else 0, dist.get_world_size() if joined else 1, place
+        )
+        return
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    try:
+        yield Processes(dist.get_rank(), dist.get_world_size(), place)
+    finally:
+        dist.destroy_process_group()
+
+
+def spread(model: nn.Module, parallel: Parallel, processes: Processes) -> nn.Module:
+    """The model as it trains on these processes: itself if alone, else copied ("ddp") or spread
+    ("fsdp": each block of `model._no_split_modules`, then the rest).
+
+    Raises:
+        ValueError: a way to spread was named, and no process group was started.
+    """
+    if not dist.is_initialized():
+        if parallel != "auto":
+            raise ValueError(
+                f'parallel: expected "auto" in a single process, got "{parallel}"; start with '
+                "torchrun"
+            )
+        return model
+    if parallel == "fsdp":
+        mesh = init_device_mesh(processes.device.type, (processes.count,))
+        blocks = set(getattr(model, "_no_split_modules", None) or ())
+        for module in model.modules():
+            if type(module).__name__ in blocks:
+                fully_shard(module, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    return DistributedDataParallel(
+        model, device_ids=[processes.device] if processes.device.type == "cuda" else None
+    )
+
+
+def synchronise_gradients(model: nn.Module, wanted: bool) -> None:
+    """Whether the next backward pass adds gradients up over processes."""
+    if isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = wanted
+    elif isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(wanted)
+
+
+def choose_precision(precision: Precision, device: torch.device) -> torch.dtype:
+    """The dtype of matrix products: "auto" is bfloat16 where the device multiplies it natively."""
+    if precision == "float32":
+        return torch.float32
+    if precision == "bfloat16":
+        return torch.bfloat16
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        tests = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in _CPU_BF16)
+        native = any(test is not None and test() for test in tests)
+    return torch.bfloat16 if native else torch.float32
+
+
+_CPU_BF16 = ("avx512_bf16", "amx_tile")

@@ -1,0 +1,283 @@
+"""A recipe says everything about a training run. Plain keyword-only dataclasses, checked when made."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from path_attention.training.corpus import CorpusRecipe
+
+Precision = Literal["auto", "float32", "bfloat16"]
+Parallel = Literal["auto", "ddp", "fsdp"]
+
+
+def _at_least(low: float, **values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and not value >= low:
+            raise ValueError(f"{name}: expected at least {low}, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRecipe:
+    """The model to build: a preset's encoding, and sizes.
+
+    Attributes:
+        preset: a name of `PathAttentionConfig.from_preset`, for example "path" or "rope".
+        hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim,
+            intermediate_size, tie_word_embeddings: as in `PathAttentionConfig`; None for its default.
+        options: any other field of `PathAttentionConfig`, by name. The vocabulary, the special tokens
+            and the context length come from the data.
+    """
+
+    preset: str = "path"
+    hidden_size: int | None = None
+    num_hidden_layers: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    tie_word_embeddings: bool | None = None
+    options: dict[str, int | float | bool | str | None] = field(default_factory=dict)
+
+    def overrides(self) -> dict[str, Any]:
+        """Keywords for `PathAttentionConfig.from_preset`. Raises ValueError on one given twice."""
+        named = {
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)
+            if f.name not in ("preset", "options") and getattr(self, f.name) is not None
+        }
+        for name in self.options:
+            if name in named:
+                raise ValueError(f"model.options: {name} is given as model.{name} too")
+        return {**named, **self.options}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataRecipe:
+    """The corpus, and how much of it the model sees at once.
+
+    Attributes:
+        context_length: longest piece of a document that a row holds, in tokens.
+        corpus: the corpus's folder: opened if it is there, else made there from `build`. None for a
+            folder of the cache.
+        build: what the corpus is made from.
+    """
+
+    context_length: int
+    corpus: Path | None = None
+    build: CorpusRecipe = field(default_factory=CorpusRecipe)
+
+    def __post_init__(self) -> None:
+        _at_least(2, context_length=self.context_length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerRecipe:
+    """AdamW (arXiv 1711.05101) with clipping of the gradient's norm.
+
+    Attributes:
+        learning_rate: the peak.
+        betas: decay of the first and second moment.
+        eps: added to the second moment's root.
+        weight_decay: of matrices only; norms, biases and gains (fewer than 2 dimensions) have none.
+        clip: the longest gradient norm; None for no clipping.
+    """
+
+    learning_rate: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        _at_least(0, learning_rate=self.learning_rate, weight_decay=self.weight_decay, eps=self.eps)
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas: expected two values in [0, 1), got {self.betas}")
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"clip: expected more than 0 or None, got {self.clip}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleRecipe:
+    """The learning rate's course, as a share of its peak.
+
+    Attributes:
+        kind: "cosine": down to `final` over all steps. "wsd": flat, then straight down to `final`
+            over the last `decay_steps` steps (warm-up, stable, decay; arXiv 2404.06395).
+        warmup_steps: straight up over so many steps first.
+        final: what remains at the last step.
+        decay_steps: of "wsd" alone.
+    """
+
+    kind: Literal["cosine", "wsd"] = "cosine"
+    warmup_steps: int = 0
+    final: float = 0.1
+    decay_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        _at_least(0, warmup_steps=self.warmup_steps)
+        if not 0 <= self.final <= 1:
+            raise ValueError(f"final: expected in [0, 1], got {self.final}")
+        if self.kind == "wsd":
+            if self.decay_steps is None:
+                raise ValueError(
+                    'decay_steps: expected a number of steps with kind="wsd", got None'
+                )
+            _at_least(1, decay_steps=self.decay_steps)
+        elif self.decay_steps is not None:
+            raise ValueError(
+                f'decay_steps: expected None with kind="{self.kind}", got {self.decay_steps}'
+            )
+
+    def share(self, step: int, steps: int) -> float:
+        """The share of the peak at step 0 ≤ step < steps."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        first = self.warmup_steps if self.decay_steps is None else steps - self.decay_steps
+        done = min(max(step + 1 - first, 0) / max(steps - first, 1), 1.0)
+        down = (1 - math.cos(math.pi * done)) / 2 if self.kind == "cosine" else done
+        return 1 - (1 - self.final) * down
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointRecipe:
+    """When to save what a resume needs: every `every` steps (and at the end); keep the last `keep`."""
+
+    every: int = 500
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        _at_least(1, every=self.every, keep=self.keep)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogRecipe:
+    """What to write down, and when.
+
+    Attributes:
+        every: steps between lines of the log.
+        heldout_every: steps between held-out losses (there is one at the end too); None for the end.
+        heldout_tokens: how many tokens of held-out documents it is taken on.
+        tensorboard: also write TensorBoard's files.
+        progress: draw a bar.
+    """
+
+    every: int = 10
+    heldout_every: int | None = 250
+    heldout_tokens: int = 65536
+    tensorboard: bool = True
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least(
+            1,
+            every=self.every,
+            heldout_every=self.heldout_every,
+            heldout_tokens=self.heldout_tokens,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A whole training run.
+
+    Attributes:
+        name: of the recipe.
+        model, data, optimizer, schedule, checkpoint, log: see their classes.
+        steps: optimizer steps.
+        batch_tokens: tokens of one step, over all processes.
+        micro_batch_tokens: tokens of one forward pass of one process; None for one pass a step. The
+            gradient is accumulated over batch_tokens / (micro_batch_tokens · processes) passes.
+        precision: "bfloat16" is autocast over float32 parameters; "auto" takes it where the device
+            multiplies it natively, else "float32".
+        parallel: with several processes, "ddp" copies the model to each, "fsdp" spreads it
+            (`fully_shard`); "auto" is "ddp".
+        device: "auto" is CUDA where there is one.
+        seed: of the start, the order of the data and any randomness in the model.
+    """
+
+    name: str
+    model: ModelRecipe
+    data: DataRecipe
+    steps: int
+    batch_tokens: int
+    micro_batch_tokens: int | None = None
+    optimizer: OptimizerRecipe = field(default_factory=OptimizerRecipe)
+    schedule: ScheduleRecipe = field(default_factory=ScheduleRecipe)
+    precision: Precision = "auto"
+    parallel: Parallel = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: int = 0
+    checkpoint: CheckpointRecipe = field(default_factory=CheckpointRecipe)
+    log: LogRecipe = field(default_factory=LogRecipe)
+
+    def __post_init__(self) -> None:
+        _at_least(1, steps=self.steps)
+        _at_least(0, seed=self.seed)
+        _at_least(2, batch_tokens=self.batch_tokens)
+        self.model.overrides()
+        if self.batch_tokens % self.row_tokens:
+            raise ValueError(
+                f"micro_batch_tokens: expected a divisor of batch_tokens = {self.batch_tokens}, "
+                f"got {self.micro_batch_tokens}"
+            )
+        if self.row_tokens < self.data.context_length:
+            raise ValueError(
+                f"data.context_length: expected at most the {self.row_tokens} tokens of one forward "
+                f"pass, got {self.data.context_length}"
+            )
+        used = self.schedule.warmup_steps + (self.schedule.decay_steps or 0)
+        if used > self.steps:
+            raise ValueError(
+                f"schedule: expected warm-up and decay within steps = {self.steps}, got {used} steps"
+            )
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of one forward pass."""
+        return self.batch_tokens if self.micro_batch_tokens is None else self.micro_batch_tokens
+
+    def passes(self, processes: int) -> int:
+        """Forward passes of each process in a step. Raises ValueError if they don't divide evenly."""
+        rows = self.batch_tokens // self.row_tokens
+        if rows % processes:
+            raise ValueError(
+                f"batch_tokens: expected a multiple of micro_batch_tokens · processes = "
+                f"{self.row_tokens} · {processes}, got {self.batch_tokens}"
+            )
+        return rows // processes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return _plain(dataclasses.asdict(self))
+
+    def course(self) -> dict[str, Any]:
+        """What the run's numbers hang on, flat. The corpus's fingerprint stands for its sources; how
+        the work is spread over processes, logged and saved changes nothing but rounding."""
+        values = self.to_dict()
+        for name in ("name", "parallel", "device", "checkpoint", "log"):
+            del values[name]
+        values["micro_batch_tokens"] = self.row_tokens
+        values["data"] = {"context_length": self.data.context_length}
+        return dict(_flat(values))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    items: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        if isinstance(value, dict):
+            items += _flat(value, f"{prefix}{key}.")
+        else:
+            items.append((prefix + key, value))
+    return items
