@@ -45,7 +45,9 @@ class Generate:
 
     def run(self) -> None:
         from transformers import TextStreamer
+        from transformers.utils.logging import disable_progress_bar
 
+        disable_progress_bar()
         self._check()
         prompt = self._read_prompt()
         device = self.device

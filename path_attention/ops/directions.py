@@ -81,7 +81,7 @@ def _convolve(x: Tensor, weight: Tensor, state: Tensor | None, packing: Packing 
     else:
         inputs = torch.cat([state.to(x.dtype), x], 1)
     y = x * weight[:, -1]
-    positions = None if packing is None else packing.position_ids()[:, None]
+    positions = None if packing is None else packing.position_ids().to(x.device)[:, None]
     for back in range(1, width):
         shifted = inputs[:, width - 1 - back : width - 1 - back + T]
         if positions is not None:
