@@ -150,6 +150,16 @@ def _(grad_out, grad_lse, q, k, v, w, beta, log_forget, out, lse, scale, cu_seql
     return tuple(q.new_empty(0 if x is None else x.shape) for x in (q, k, v, w, beta, log_forget))
 
 
+def _refuse(ctx, *grads):
+    raise RuntimeError(
+        "path_attention: blockwise is differentiable once, its gradients are not (create_graph); "
+        'implementation="definition" has derivatives of every order'
+    )
+
+
+_backward.register_autograd(_refuse)
+
+
 def _setup_context(ctx, inputs, output):
     *tensors, scale, cu_seqlens = inputs
     ctx.save_for_backward(*tensors, *output, cu_seqlens)

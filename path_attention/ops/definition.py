@@ -30,10 +30,10 @@ def definition(
     or float64 for float64 inputs; `out` comes in q's dtype, `lse` in the computing dtype.
     """
     if packing is not None:
-        tensors = (q, k, v, w, beta, log_forget)
+        lengths = packing.lengths or (0,)
         split = [
-            [None] * len(packing.lengths) if x is None else x.split(packing.lengths, 1)
-            for x in tensors
+            [None] * len(lengths) if x is None else x.split(lengths, 1)
+            for x in (q, k, v, w, beta, log_forget)
         ]
         parts = [
             definition(q, k, v, w, beta, log_forget, scale, None)
@@ -47,7 +47,7 @@ def definition(
     B, T, HQ, _ = q.shape
     H = k.shape[2]
     if T == 0:
-        return v.new_zeros(B, 0, HQ, v.shape[3]).to(out_dtype), v.new_zeros(B, 0, HQ)
+        return v.repeat_interleave(HQ // H, 2).to(out_dtype), q.sum(-1)
     q = q.unflatten(2, (H, HQ // H))  # [B, T, H, G, D]
 
     moved = q[:, T:]  # queries i > j, moved by H_{j+1} ⋯ H_i
