@@ -1,7 +1,7 @@
 """The command `path-attention`: finds the sub-command, parses its options, runs it. No logic here.
 
-A sub-command is a keyword-only dataclass with `run()` that lives beside its owner. It is imported only
-when it is called, so `--help` is quick and an extra that is not installed breaks its own command only.
+A sub-command is a keyword-only dataclass with `run()` that lives beside its owner. It is imported
+when it is called, so `--help` is quick and a missing extra breaks the commands that need it only.
 """
 
 from __future__ import annotations

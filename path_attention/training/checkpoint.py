@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from path_attention.training.processes import Processes
 from path_attention.training.progress import say
@@ -65,12 +66,10 @@ class Checkpoints:
             partial.mkdir(parents=True)
         self.processes.wait()
         try:
-            states = dict(
-                zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)
-            )
+            states = _states(model, optimizer)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                dcp.save(states, checkpoint_id=partial, no_dist=self.processes.count == 1)
+                save(states, checkpoint_id=partial, no_dist=self.processes.count == 1)
             files = self._digests(partial)
             if self.processes.first:
                 self._finish(partial, step, files)
@@ -78,8 +77,8 @@ class Checkpoints:
             if self.processes.first:
                 shutil.rmtree(partial, ignore_errors=True)
             raise OSError(
-                f"the checkpoint of step {step} can't be written to {self.folder}: {_reason(error)}; "
-                f"kept: the checkpoints of steps {self.steps()}"
+                f"the checkpoint of step {step} can't be written to {self.folder}: "
+                f"{_reason(error)}; kept: the checkpoints of steps {self.steps()}"
             ) from error
         self.processes.wait()
 
@@ -98,16 +97,15 @@ class Checkpoints:
             problem = self._problem(path)
             if problem is None:
                 self._check_course(path)
-                states = get_state_dict(model, optimizer)
+                states = _states(model, optimizer)
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    dcp.load(
-                        dict(zip(("model", "optimizer"), states, strict=True)),
-                        checkpoint_id=path,
-                        no_dist=self.processes.count == 1,
-                    )
+                    load(states, checkpoint_id=path, no_dist=self.processes.count == 1)
                 set_state_dict(
-                    model, optimizer, model_state_dict=states[0], optim_state_dict=states[1]
+                    model,
+                    optimizer,
+                    model_state_dict=states["model"],
+                    optim_state_dict=states["optimizer"],
                 )
                 return step
             if self.processes.first:
@@ -170,9 +168,14 @@ class Checkpoints:
         ]
         if changed:
             raise ValueError(
-                f"resume: {path} was made with another recipe: {'; '.join(changed)}. Go back to it, "
-                "or choose another folder"
+                f"resume: {path} was made with another recipe: {'; '.join(changed)}. Go back to "
+                "it, or choose another folder"
             )
+
+
+def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state}
 
 
 def _digest(path: Path) -> list[Any]:

@@ -74,8 +74,8 @@ class CorpusRecipe:
             )
         if self.vocab_size is not None and self.vocab_size < tokenizers.SMALLEST_VOCABULARY:
             raise ValueError(
-                f"vocab_size: expected at least {tokenizers.SMALLEST_VOCABULARY} (every byte and two "
-                f"special tokens), got {self.vocab_size}"
+                f"vocab_size: expected at least {tokenizers.SMALLEST_VOCABULARY} (every byte and "
+                f"two special tokens), got {self.vocab_size}"
             )
         if not 0 <= self.heldout_fraction < 1:
             raise ValueError(f"heldout_fraction: expected in [0, 1), got {self.heldout_fraction}")
@@ -189,7 +189,7 @@ def build_corpus(
     progress: bool = True,
     **options: Any,
 ) -> TokenCorpus:
-    """Turn texts into a corpus in folder `out`, or open the one there if it has the same fingerprint.
+    """Turn texts into a corpus in folder `out`, or open it if the same one is there already.
 
     It is written beside `out` and renamed when complete, so an interruption or a full disk leaves
     `out` as it was.
@@ -231,7 +231,7 @@ def build(
                 f"out: {out} holds a corpus made from other sources or options; choose another "
                 "folder or overwrite it"
             )
-    elif out.is_dir() and any(out.iterdir()) or out.is_file():
+    elif out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise ValueError(f"out: expected a new folder, {out} holds something that is not a corpus")
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.parent / f".{out.name}.partial-{os.getpid()}"

@@ -31,10 +31,12 @@ def export_model(
     folder: Path,
     processes: Processes,
 ) -> None:
-    """Gather the model from all processes and write it with its tokenizer; replaces `folder` whole.
+    """Gather the model from all processes and write it with its tokenizer, replacing `folder`.
 
-    The folder gets config.json, model.safetensors, generation_config.json and the tokenizer's files.
+    It gets config.json, model.safetensors, generation_config.json and the tokenizer's files.
     """
+    from transformers.utils import logging
+
     from path_attention.models import PathAttentionForCausalLM
 
     state = get_model_state_dict(
@@ -47,6 +49,7 @@ def export_model(
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
+        logging.disable_progress_bar()
         whole.save_pretrained(partial)
         corpus.tokenizer().save_pretrained(partial)
         old = folder.with_name(f".{folder.name}.old")
@@ -76,7 +79,7 @@ def write_card(
     seconds = sum(line["seconds"] for line in log if "loss" in line)
     card = {
         "name": recipe.name,
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": _command(),
         "recipe": recipe.to_dict(),
         "model": {"parameters": parameters, "config": config.to_diff_dict()},
         "data": {"folder": str(corpus.path), **corpus.info},
@@ -99,6 +102,11 @@ def write_card(
         _replace(folder / "README.md", _readme(card, recipe))
 
 
+def _command() -> str:
+    program = Path(sys.argv[0]).name
+    return shlex.join(["path-attention" if program == "cli.py" else program, *sys.argv[1:]])
+
+
 def _environment(processes: Processes, dtype: torch.dtype) -> dict[str, Any]:
     import transformers
 
@@ -111,7 +119,9 @@ def _environment(processes: Processes, dtype: torch.dtype) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "device": torch.cuda.get_device_name() if cuda else torch.backends.cpu.get_cpu_capability(),
+        "device": torch.cuda.get_device_name()
+        if cuda
+        else f"CPU ({torch.backends.cpu.get_cpu_capability()})",
         "processes": processes.count,
         "threads": torch.get_num_threads(),
         "precision": str(dtype).removeprefix("torch."),

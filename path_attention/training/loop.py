@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from path_attention.models import PathAttentionConfig, PathAttentionForCausalLM
 from path_attention.training.checkpoint import Checkpoints
@@ -58,8 +59,8 @@ def train(recipe: Recipe, out: str | Path, *, resume: Resume = "auto") -> Outcom
     Args:
         recipe: what to do.
         out: the run's folder.
-        resume: "auto" goes on from the latest checkpoint if there is one, "must" demands one, "never"
-            demands that there is none.
+        resume: "auto" goes on from the latest checkpoint if there is one, "must" demands one,
+            "never" demands that there is none.
 
     Raises:
         ValueError: a contradiction in the recipe or with what `out` holds; no usable corpus.
@@ -87,8 +88,8 @@ def open_corpus(data: DataRecipe, progress: bool = True) -> TokenCorpus:
     return corpus
 
 
-def build_model(recipe: Recipe, corpus: TokenCorpus) -> PathAttentionForCausalLM:
-    """The untrained model of a recipe, its vocabulary and special tokens those of the corpus.
+def model_config(recipe: Recipe, corpus: TokenCorpus) -> PathAttentionConfig:
+    """The configuration of a recipe's model, vocabulary and special tokens those of the corpus.
 
     Raises:
         ValueError: a bad size or name; a vocabulary smaller than the tokenizer's.
@@ -106,11 +107,10 @@ def build_model(recipe: Recipe, corpus: TokenCorpus) -> PathAttentionForCausalLM
     )
     if config.vocab_size < corpus.vocab_size:
         raise ValueError(
-            f"model.options: expected a vocab_size of at least the tokenizer's {corpus.vocab_size}, "
-            f"got {config.vocab_size}"
+            f"model.options: expected a vocab_size of at least the tokenizer's "
+            f"{corpus.vocab_size}, got {config.vocab_size}"
         )
-    torch.manual_seed(recipe.seed)
-    return PathAttentionForCausalLM(config)
+    return config
 
 
 def build_optimizer(model: nn.Module, recipe: OptimizerRecipe) -> torch.optim.AdamW:
@@ -149,8 +149,9 @@ class _Run:
             seed=recipe.seed,
         )
         self.heldout = self._heldout_rows()
-        model = build_model(recipe, corpus)
-        self.config = model.config
+        self.config = model_config(recipe, corpus)
+        torch.manual_seed(recipe.seed)
+        model = cast(nn.Module, PathAttentionForCausalLM(self.config))
         self.parameters = sum(p.numel() for p in model.parameters())
         self.model = spread(model.to(processes.device), recipe.parallel, processes)
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
@@ -237,7 +238,7 @@ class _Run:
     def _clip(self) -> float:
         clip = self.recipe.optimizer.clip
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), math.inf if clip is None else clip)
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def _after_step(self, done: int, log: RunLog, *, stopping: bool) -> None:
         recipe = self.recipe
@@ -286,9 +287,9 @@ class _Run:
         numbers = sorted({number for row in rows for number in row.documents})
         names = [self.corpus.names[number] for number in numbers[:3]]
         raise FloatingPointError(
-            f"the {what} is {value} at step {step + 1}, on {len(numbers)} documents such as {names}; "
-            f"nothing of this step was kept (checkpoints: steps {self.checkpoints.steps()}). Lower "
-            "optimizer.learning_rate, lengthen schedule.warmup_steps, or look at the documents"
+            f"the {what} is {value} at step {step + 1}, on {len(numbers)} documents such as "
+            f"{names}; the step was not taken (checkpoints: steps {self.checkpoints.steps()}). "
+            "Lower optimizer.learning_rate, lengthen schedule.warmup_steps or look at the documents"
         )
 
     def _announce(self, start: int) -> None:
@@ -343,7 +344,7 @@ def _check_resume(out: Path, resume: Resume) -> None:
 
 
 def _reseed(seed: int, step: int, rank: int) -> None:
-    """Randomness in a step is a function of (seed, step, rank): a resume has no state to restore."""
+    """Randomness is a function of (seed, step, rank): a resume has no state to restore."""
     mixed = (seed * 1_000_003 + step) * 1_000_003 + rank
     torch.manual_seed(mixed % (1 << 63))
 

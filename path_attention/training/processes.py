@@ -1,4 +1,4 @@
-"""The processes of a run: one alone, or those that `torchrun` started; and the model spread over them."""
+"""The processes of a run: one alone, or those that `torchrun` started; and a model on them."""
 
 from __future__ import annotations
 
@@ -127,7 +127,8 @@ def spread(model: nn.Module, parallel: Parallel, processes: Processes) -> nn.Mod
         for module in model.modules():
             if type(module).__name__ in blocks:
                 fully_shard(module, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
     return DistributedDataParallel(
         model, device_ids=[processes.device] if processes.device.type == "cuda" else None
     )

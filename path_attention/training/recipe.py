@@ -1,4 +1,4 @@
-"""A recipe says everything about a training run. Plain keyword-only dataclasses, checked when made."""
+"""A recipe says everything about a training run: keyword-only dataclasses, checked when made."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class ModelRecipe:
     Attributes:
         preset: a name of `PathAttentionConfig.from_preset`, for example "path" or "rope".
         hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim,
-            intermediate_size, tie_word_embeddings: as in `PathAttentionConfig`; None for its default.
-        options: any other field of `PathAttentionConfig`, by name. The vocabulary, the special tokens
-            and the context length come from the data.
+            intermediate_size, tie_word_embeddings: as in `PathAttentionConfig`; None: its default.
+        options: any other field of `PathAttentionConfig`, by name. The vocabulary, the special
+            tokens and the context length come from the data.
     """
 
     preset: str = "path"
@@ -144,7 +144,7 @@ class ScheduleRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRecipe:
-    """When to save what a resume needs: every `every` steps (and at the end); keep the last `keep`."""
+    """Save what a resume needs every `every` steps and at the end; keep the last `keep`."""
 
     every: int = 500
     keep: int = 2
@@ -159,7 +159,7 @@ class LogRecipe:
 
     Attributes:
         every: steps between lines of the log.
-        heldout_every: steps between held-out losses (there is one at the end too); None for the end.
+        heldout_every: steps between held-out losses; there is one at the end too, with None alone.
         heldout_tokens: how many tokens of held-out documents it is taken on.
         tensorboard: also write TensorBoard's files.
         progress: draw a bar.
@@ -226,13 +226,13 @@ class Recipe:
             )
         if self.row_tokens < self.data.context_length:
             raise ValueError(
-                f"data.context_length: expected at most the {self.row_tokens} tokens of one forward "
-                f"pass, got {self.data.context_length}"
+                f"data.context_length: expected at most the {self.row_tokens} tokens of one "
+                f"forward pass, got {self.data.context_length}"
             )
         used = self.schedule.warmup_steps + (self.schedule.decay_steps or 0)
         if used > self.steps:
             raise ValueError(
-                f"schedule: expected warm-up and decay within steps = {self.steps}, got {used} steps"
+                f"schedule: expected warm-up and decay within steps = {self.steps}, got {used}"
             )
 
     @property
@@ -241,7 +241,7 @@ class Recipe:
         return self.batch_tokens if self.micro_batch_tokens is None else self.micro_batch_tokens
 
     def passes(self, processes: int) -> int:
-        """Forward passes of each process in a step. Raises ValueError if they don't divide evenly."""
+        """Forward passes of each process in a step. Raises ValueError on an uneven share."""
         rows = self.batch_tokens // self.row_tokens
         if rows % processes:
             raise ValueError(
@@ -255,8 +255,10 @@ class Recipe:
         return _plain(dataclasses.asdict(self))
 
     def course(self) -> dict[str, Any]:
-        """What the run's numbers hang on, flat. The corpus's fingerprint stands for its sources; how
-        the work is spread over processes, logged and saved changes nothing but rounding."""
+        """What the run's numbers hang on, flat; the corpus's fingerprint stands for its sources.
+
+        How the work is spread over processes, logged and saved changes nothing but rounding.
+        """
         values = self.to_dict()
         for name in ("name", "parallel", "device", "checkpoint", "log"):
             del values[name]

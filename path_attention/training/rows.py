@@ -1,6 +1,6 @@
 """Packing: documents cut to the context length, shuffled, laid end to end in rows of equal length.
 
-Row r is a pure function of (corpus, options, r), so the step number alone says where training stands.
+Row r is a pure function of (corpus, options, r): the step number alone says where training stands.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Row:
 class PackedRows:
     """The endless sequence of rows of one split of a corpus.
 
-    Each document is cut into pieces of `context_length` tokens (its last may be shorter). The pieces
-    of every epoch are laid end to end in an order drawn from (seed, epoch), epochs one behind the
-    other, and this stream is cut every `row_tokens` tokens: row r is its tokens
+    Each document is cut into pieces of `context_length` tokens (its last may be shorter). The
+    pieces of every epoch are laid end to end in an order drawn from (seed, epoch), epochs one
+    behind the other, and this stream is cut every `row_tokens` tokens: row r is its tokens
     [r · row_tokens, (r + 1) · row_tokens). No padding, no token left out; a piece on a row's edge
     becomes two. Pieces of a row never see each other (`Row.packing`).
 

@@ -1,4 +1,4 @@
-"""Where documents come from: the standard library's source, files, folders, globs, hub data sets."""
+"""Where documents come from: the standard library, files, folders, globs, hub data sets."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class TextFile:
 class Documents:
     """The documents of a list of sources, in a fixed order; iterate as often as needed.
 
-    Iterating yields `(name, text)`. Files that are empty or not UTF-8 text are skipped and counted by
-    reason in `skipped` (of the latest pass).
+    Iterating yields `(name, text)`. Files that are empty or not UTF-8 text are skipped and counted
+    by reason in `skipped` (of the latest pass).
 
     Args:
         sources: each "stdlib" (the Python standard library's own source), a file, a folder (read

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -45,7 +45,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """A tokenizer of the hub or of a folder. Raises ValueError if it can't be loaded or has no end."""
+    """A tokenizer of the hub or a folder. Raises ValueError if it can't be loaded or has no end."""
     from transformers import AutoTokenizer
 
     try:
@@ -67,13 +67,13 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerFast) -> str:
 
 def encode_documents(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[list[int]]:
     """Each text as begin + tokens + end. A special token spelled out in a text stays plain text."""
-    backend = tokenizer.backend_tokenizer
+    backend: Any = tokenizer.backend_tokenizer
     before = backend.encode_special_tokens
     backend.encode_special_tokens = True
     try:
         encodings = backend.encode_batch(texts, add_special_tokens=False)
     finally:
         backend.encode_special_tokens = before
-    end = tokenizer.eos_token_id
-    begin = end if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    end: Any = tokenizer.eos_token_id
+    begin: Any = end if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     return [[begin, *encoding.ids, end] for encoding in encodings]
