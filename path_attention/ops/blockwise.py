@@ -42,7 +42,7 @@ def blockwise(
     """
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if log_forget is not None:
-        log_forget = log_forget.clamp(min=_LOWEST_LOG_FORGET)
+        log_forget = log_forget.to(dtype).clamp(min=_LOWEST_LOG_FORGET)
     tensors = (None if x is None else x.to(dtype) for x in (q, k, v, w, beta, log_forget))
     out, lse = _forward(*tensors, scale, None if packing is None else packing.cu_seqlens)
     return out.to(q.dtype), lse

@@ -1,0 +1,158 @@
+"""path_attention: what it refuses and what it returns."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from operator_cases import make_inputs
+
+from path_attention import Packing, path_attention
+
+T = 6
+GOOD = make_inputs(T, heads=(4, 2), size=(8, 5), dtype=torch.float32)._asdict()
+
+
+def x(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
+    return torch.zeros(*shape, dtype=dtype, device=device)
+
+
+REFUSED = {
+    "w alone": ({"beta": None}, "beta: expected together with w, got None"),
+    "beta alone": ({"w": None}, "w: expected together with beta, got None"),
+    "q's rank": ({"q": x(1, T, 8)}, "q: expected [B, T, heads, head size], got [1, 6, 8]"),
+    "k's rank": ({"k": x(T, 2, 8)}, "k: expected [B, T, heads, head size], got [6, 2, 8]"),
+    "v's rank": ({"v": x(5)}, "v: expected [B, T, heads, head size], got [5]"),
+    "heads": ({"q": x(1, T, 3, 8)}, "q: expected a multiple of k's 2 heads, got 3 heads"),
+    "no q heads": ({"q": x(1, T, 0, 8)}, "q: expected a multiple of k's 2 heads, got 0 heads"),
+    "no k heads": ({"k": x(1, T, 0, 8)}, "q: expected a multiple of k's 0 heads, got 4 heads"),
+    "no key size": ({"q": x(1, T, 4, 0)}, "q: expected a head size of at least 1, got 0"),
+    "no value size": ({"v": x(1, T, 2, 0)}, "v: expected a head size of at least 1, got 0"),
+    "k's length": ({"k": x(1, 5, 2, 8)}, "k: expected shape [1, 6, 2, 8], got [1, 5, 2, 8]"),
+    "k's batch": ({"k": x(2, T, 2, 8)}, "k: expected shape [1, 6, 2, 8], got [2, 6, 2, 8]"),
+    "v's heads": ({"v": x(1, T, 4, 5)}, "v: expected shape [1, 6, 2, 5], got [1, 6, 4, 5]"),
+    "w's heads": ({"w": x(1, T, 4, 8)}, "w: expected shape [1, 6, 2, 8], got [1, 6, 4, 8]"),
+    "w's rank": ({"w": x(1, T, 8)}, "w: expected shape [1, 6, 2, 8], got [1, 6, 8]"),
+    "beta's heads": ({"beta": x(1, T, 4)}, "beta: expected shape [1, 6, 2], got [1, 6, 4]"),
+    "gate's heads": (
+        {"log_forget": x(1, T, 2)},
+        "log_forget: expected shape [1, 6, 4], got [1, 6, 2]",
+    ),
+    "integers": ({"q": x(1, T, 4, 8, dtype=torch.int64)}, "q: expected a dtype of"),
+    "k's dtype": (
+        {"k": x(1, T, 2, 8, dtype=torch.float64)},
+        "k: expected dtype torch.float32, got torch.float64",
+    ),
+    "w's dtype": (
+        {"w": x(1, T, 2, 8, dtype=torch.bfloat16)},
+        "w: expected dtype torch.float32, got torch.bfloat16",
+    ),
+    "gate's dtype": (
+        {"log_forget": x(1, T, 4, dtype=torch.float16)},
+        "log_forget: expected dtype torch.float32, got torch.float16",
+    ),
+    "device": (
+        {"v": x(1, T, 2, 5, device="meta")},
+        "v: expected on q's device cpu, got meta",
+    ),
+    "borders' device": (
+        {"cu_seqlens": Packing(x(2, dtype=torch.int32, device="meta"), (T,))},
+        "cu_seqlens: expected on q's device cpu, got meta",
+    ),
+    "borders' start": (
+        {"cu_seqlens": torch.tensor([1, T])},
+        "cu_seqlens: expected to start at 0, got 1",
+    ),
+    "borders' order": (
+        {"cu_seqlens": torch.tensor([0, 4, 2, T])},
+        "cu_seqlens: expected borders that never decrease, got 4 then 2 at index 2",
+    ),
+    "borders' end": (
+        {"cu_seqlens": torch.tensor([0, 4])},
+        "cu_seqlens: expected to end at T = 6, the number of tokens, got 4",
+    ),
+    "a packing's end": (
+        {"cu_seqlens": Packing.from_lengths([3, 4])},
+        "cu_seqlens: expected to end at T = 6, the number of tokens, got 7",
+    ),
+    "no tensor": (
+        {"cu_seqlens": [0, T]},
+        "cu_seqlens: expected a tensor or a Packing, got list",
+    ),
+    "implementation": (
+        {"implementation": "fast"},
+        "or None, got 'fast'",
+    ),
+    "beta of 2.5": (
+        {"beta": x(1, T, 2) + 2.5, "check_contract": True},
+        "beta: expected values in [0, 2], got values in [2.5, 2.5]",
+    ),
+    "beta of -1": (
+        {"beta": x(1, T, 2) - 1, "check_contract": True},
+        "beta: expected values in [0, 2], got values in [-1, -1]",
+    ),
+    "beta of nan": (
+        {"beta": x(1, T, 2) + torch.nan, "check_contract": True},
+        "beta: expected values in [0, 2], got values in [nan, nan]",
+    ),
+    "long w": (
+        {"w": 1.01 * GOOD["w"], "check_contract": True},
+        "w: expected unit norm, got a vector with ‖w‖² = 1.02",
+    ),
+    "w of nan": (
+        {"w": torch.nan * GOOD["w"], "check_contract": True},
+        "w: expected unit norm, got a vector with ‖w‖² = nan",
+    ),
+    "positive gate": (
+        {"log_forget": x(1, T, 4) + 0.5, "check_contract": True},
+        "log_forget: expected values of at most 0, got 0.5",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    changed, message = REFUSED[name]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        path_attention(**{**GOOD, **changed})
+
+
+def test_a_batch_with_borders_is_refused():
+    inputs = make_inputs(T, B=2)
+    with pytest.raises(ValueError, match="cu_seqlens: expected a batch of 1 .* got B = 2"):
+        path_attention(*inputs, cu_seqlens=torch.tensor([0, 2 * T]))
+
+
+def test_what_keeps_the_contract_passes_its_check():
+    inputs = make_inputs(50, dtype=torch.float32)
+    expected = path_attention(*inputs)
+    assert torch.equal(path_attention(*inputs, check_contract=True), expected)
+    path_attention(*inputs.to(torch.bfloat16), check_contract=True)  # a rounded w is renormalised
+    path_attention(*make_inputs(0), check_contract=True)
+
+
+@pytest.mark.parametrize("implementation", ["definition", "blockwise"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_dtypes_of_the_results(dtype, implementation):
+    inputs = make_inputs(9, dtype=dtype)
+    out, lse = path_attention(*inputs, return_lse=True, implementation=implementation)
+    assert out.dtype == dtype
+    assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    alone = path_attention(*inputs, implementation=implementation)
+    assert torch.equal(alone, out)
+
+
+def test_the_default_scale():
+    inputs = make_inputs(20, size=(16, 4))
+    assert torch.equal(path_attention(*inputs), path_attention(*inputs, scale=0.25))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_rounded_direction_is_renormalised(dtype):
+    inputs = make_inputs(80, dtype=dtype)
+    assert inputs.w is not None
+    exact = torch.nn.functional.normalize(inputs.w.float(), dim=-1)
+    out = path_attention(*inputs)
+    assert torch.equal(out, path_attention(*inputs._replace(w=exact)))
+    assert (inputs.w.float().square().sum(-1) - 1).abs().max() > 1e-4  # so that it matters
