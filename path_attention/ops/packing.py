@@ -22,14 +22,17 @@ class Packing:
         lengths: the N lengths as Python integers; empty documents are allowed.
         total: the number of tokens. A number of its own, so that a compiled step depends on it
             alone and not on each length.
+        host_lengths: int64 `[N]` on the CPU, whatever the device of `cu_seqlens`.
     """
 
     cu_seqlens: Tensor
     lengths: tuple[int, ...]
     total: int = field(init=False)
+    host_lengths: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "total", sum(self.lengths))
+        object.__setattr__(self, "host_lengths", torch.tensor(self.lengths, dtype=torch.int64))
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> Packing:

@@ -1,0 +1,1 @@
+"""PaTH attention as Triton kernels."""

@@ -1,0 +1,66 @@
+"""Where every block of every sequence lies, and where each level of the tree keeps its units.
+
+docs/algorithm.md §3. Sequence by sequence, blocks of 64 tokens are the leaves. At level ℓ, units of 2^ℓ
+blocks meet in pairs. Block X's queries take part where bit ℓ of X is set (its unit is a right one), its
+keys where it is clear and a right unit follows. So only these rows of a level are stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+BLOCK = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """The tables that kernels read, on the device; counts are of blocks unless said otherwise.
+
+    Attributes:
+        blocks: int32 `[count, 4]`: first token's row, valid rows, index in its sequence, sequence.
+        sequences: int32 `[n, 2 + 3·levels]`: blocks, first block, then for each level where its
+            queries, its keys and its transitions start.
+        levels: at which some pair of units meets.
+        queries, keys: blocks that all levels store.
+        nodes: transitions of complete units, over all levels.
+    """
+
+    blocks: Tensor
+    sequences: Tensor
+    count: int
+    levels: int
+    queries: int
+    keys: int
+    nodes: int
+
+
+@lru_cache(maxsize=64)
+def make_grid(lengths: tuple[int, ...], device: torch.device) -> Grid:
+    """The grid of sequences of these lengths, in tokens, that lie one behind the other."""
+    lengths = tuple(n for n in lengths if n > 0) if any(n == 0 for n in lengths) else lengths
+    sizes = [-(-n // BLOCK) for n in lengths]
+    levels = max((n - 1).bit_length() for n in sizes)
+    rows, queries, keys, nodes, first = [], 0, 0, 0, 0
+    for size in sizes:
+        row = [size, first]
+        for level in range(levels):
+            unit = 1 << level
+            row += [queries, keys, nodes]
+            queries += (size >> (level + 1) << level) + max(0, size % (2 * unit) - unit)
+            keys += (size + unit - 1) >> (level + 1) << level
+            nodes += size >> level
+        rows.append(row)
+        first += size
+    counts = torch.tensor(sizes)
+    ends = torch.tensor(lengths).cumsum(0)
+    sequence = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+    index = torch.arange(first) - (counts.cumsum(0) - counts)[sequence]
+    token = (ends - torch.tensor(lengths))[sequence] + index * BLOCK
+    valid = (ends[sequence] - token).clamp(max=BLOCK)
+    blocks = torch.stack([token, valid, index, sequence], 1).to(torch.int32)
+    table = torch.tensor(rows, dtype=torch.int32)
+    return Grid(blocks.to(device), table.to(device), first, levels, queries, keys, nodes)

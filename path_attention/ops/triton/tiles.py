@@ -1,0 +1,69 @@
+"""Tile sizes, warps and pipeline depth: one frozen choice for forward and backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """What the kernels of one call are compiled for.
+
+    Attributes:
+        D, DV: head sizes; DP, DVP: padded to a power of two of at least 16.
+        transport, gate: compiled in or out.
+        forward_keys: keys a step of the forward loop; backward_keys, backward_queries: of the two
+            backward loops.
+    """
+
+    D: int
+    DV: int
+    DP: int
+    DVP: int
+    transport: bool
+    gate: bool
+    forward_keys: int
+    forward_warps: int
+    forward_stages: int
+    backward_keys: int
+    queries_warps: int
+    queries_stages: int
+    backward_queries: int
+    keys_warps: int
+    keys_stages: int
+    walk_warps: int
+    block_warps: int
+    precision: str
+    move_precision: str
+
+
+def choose_tiles(
+    D: int, DV: int, dtype: torch.dtype, transport: bool, gate: bool, shared_memory: int
+) -> Tiles:
+    """The tiles for head sizes D, DV, the kernels' operand dtype and a device's shared memory."""
+    DP, DVP = (max(16, 1 << (n - 1).bit_length()) for n in (D, DV))
+    wide = max(DP, DVP)
+    single = dtype == torch.float32
+    return Tiles(
+        D=D,
+        DV=DV,
+        DP=DP,
+        DVP=DVP,
+        transport=transport,
+        gate=gate,
+        forward_keys=128 if wide <= 64 and not single else 64,
+        forward_warps=4,
+        forward_stages=3 if wide <= 64 else 2,
+        backward_keys=64,
+        queries_warps=4 if wide <= 64 else 8,
+        queries_stages=3 if wide <= 64 else 2,
+        backward_queries=64,
+        keys_warps=4 if wide <= 64 else 8,
+        keys_stages=2,
+        walk_warps=4 if wide <= 64 else 8,
+        block_warps=4 if wide <= 64 else 8,
+        precision="tf32x3" if single else "tf32",
+        move_precision="tf32x3" if single else "tf32",
+    )
