@@ -1,6 +1,6 @@
 """Softmax attention over a rectangle or a triangle of scores, its log-sum-exp and its gradient.
 
-A softmax over several rectangles: each is computed alone and merged by log-sum-exp; its gradient
+docs/algorithm.md §3, §4. A softmax over several rectangles: each is computed alone and merged by log-sum-exp; its gradient
 needs only the whole softmax's output and log-sum-exp.
 """
 

@@ -1,4 +1,7 @@
-"""Batches and packed documents as groups of equally long, padded, head-major sequences."""
+"""Batches and packed documents as groups of equally long, padded, head-major sequences.
+
+docs/algorithm.md §3: each document is a tree of its own; those of as many blocks share a group.
+"""
 
 from __future__ import annotations
 
