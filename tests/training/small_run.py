@@ -1,0 +1,57 @@
+"""A small corpus of made-up code, and a recipe that trains on it in a second."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from path_attention.training.corpus import CorpusRecipe
+from path_attention.training.recipe import (
+    CheckpointRecipe,
+    DataRecipe,
+    LogRecipe,
+    ModelRecipe,
+    OptimizerRecipe,
+    Recipe,
+    ScheduleRecipe,
+)
+
+
+def write_texts(folder: Path, count: int = 40, seed: int = 0) -> Path:
+    """Write `count` files of 1 to 30 functions of made-up code."""
+    rng = random.Random(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    for n in range(count):
+        lines = [
+            f"def f{rng.randrange(9)}(x):\n    return x + {rng.randrange(100)}\n"
+            for _ in range(rng.randrange(1, 30))
+        ]
+        (folder / f"file{n:02}.py").write_text("".join(lines))
+    return folder
+
+
+def small_recipe(corpus: Path) -> Recipe:
+    """Six steps of a model of two layers on a corpus that is there."""
+    return Recipe(
+        name="small",
+        model=ModelRecipe(
+            preset="path",
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=32,
+            tie_word_embeddings=True,
+            options={"direction_rank": 4},
+        ),
+        data=DataRecipe(context_length=24, corpus=corpus, build=CorpusRecipe(sources=("nowhere",))),
+        optimizer=OptimizerRecipe(learning_rate=1e-2),
+        schedule=ScheduleRecipe(warmup_steps=2),
+        steps=6,
+        batch_tokens=128,
+        precision="float32",
+        device="cpu",
+        checkpoint=CheckpointRecipe(every=3, keep=3),
+        log=LogRecipe(
+            every=1, heldout_every=None, heldout_tokens=256, tensorboard=False, progress=False
+        ),
+    )
