@@ -1,7 +1,7 @@
 """Softmax attention over a rectangle or a triangle of scores, its log-sum-exp and its gradient.
 
-docs/algorithm.md §3, §4. A softmax over several rectangles: each is computed alone and merged by log-sum-exp; its gradient
-needs only the whole softmax's output and log-sum-exp.
+docs/algorithm.md §3, §4. A softmax over several rectangles: each is computed alone and merged by
+log-sum-exp; its gradient needs only the whole softmax's output and log-sum-exp.
 """
 
 from __future__ import annotations

@@ -65,7 +65,8 @@ def make_groups(cu_seqlens: Tensor | None, B: int, T: int, unit: int | None) -> 
 def to_heads(group: Group, x: Tensor, G: int) -> Tensor:
     """[B, T, H·G, E] → [n·H, G, L, E], padded with zeros: H = I, no decay, scores and lse of 0."""
     if group.rows is None or group.valid is None:
-        x = F.pad(x, (0, 0, 0, 0, 0, group.length - group.tokens))
+        if group.length > group.tokens:
+            x = F.pad(x, (0, 0, 0, 0, 0, group.length - group.tokens))
     else:
         x = x[0][group.rows].where(group.valid[..., None, None], 0)
     n, L, HG, E = x.shape

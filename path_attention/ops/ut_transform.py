@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -39,11 +40,7 @@ def solve(q: Tensor, k: Tensor, w: Tensor | None, beta: Tensor | None) -> Block:
     """The UT transform of each block: H_1 ⋯ H_n = I − Wᵀ T W (docs/algorithm.md §2)."""
     if w is None or beta is None:
         return Block(q, k, None)
-    eye = torch.eye(w.shape[-2], dtype=w.dtype, device=w.device)
-    system = eye + beta[..., None] * (w @ w.mT).triu(1)
-    inverse = torch.linalg.solve_triangular(
-        system, eye.expand_as(system), upper=True, unitriangular=True
-    )
+    inverse = _invert(beta[..., None] * (w @ w.mT).triu_(1))
     t = inverse * beta[..., None, :]
     qw, kw = (q @ w.mT[:, None]).tril_(), (k @ w.mT).triu_(1)
     return Block(q, k, Transform(w, beta, inverse, t, qw, kw, qw @ t.mT[:, None], kw @ t))
@@ -120,6 +117,26 @@ def backward(
     dw += (dww + dww.mT) @ w
     dw += (dqw.mT @ q).sum(1) + dkw.mT @ k
     return dq + dqw @ w[:, None], dk + dkw @ w, dw, dbeta
+
+
+def _invert(strict: Tensor) -> Tensor:
+    """(I + N)⁻¹ of a strictly upper triangular N `[.., n, n]`, merging diagonal blocks in pairs.
+
+    (I + [[N₁, C], [0, N₂]])⁻¹ = [[X₁, −X₁ C X₂], [0, X₂]]: products of whole batches, where a
+    batched triangular solver would solve one small system after the other.
+    """
+    n, size = strict.shape[-1], 1
+    padding = (1 << (n - 1).bit_length()) - n
+    strict = F.pad(strict, (0, padding, 0, padding))
+    x = strict.new_ones(*strict.shape[:-1], 1, 1)  # [.., blocks, size, size]
+    while size < n:
+        blocks = strict.unflatten(-2, (-1, 2 * size)).unflatten(-1, (-1, 2 * size))
+        corner = blocks.diagonal(0, -4, -2).movedim(-1, -3)[..., :size, size:]
+        left, right = x[..., 0::2, :, :], x[..., 1::2, :, :]
+        top = torch.cat([left, -(left @ (corner @ right))], -1)
+        x = torch.cat([top, F.pad(right, (size, 0))], -2)
+        size *= 2
+    return x[..., 0, :n, :n]
 
 
 def _scores(block: Block, log_forget: Tensor | None) -> Tensor:
