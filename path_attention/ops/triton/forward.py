@@ -9,67 +9,64 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from path_attention.ops.triton.local import softmax_step
-from path_attention.ops.triton.primitives import block_row, load_tile, stored_block
+from path_attention.ops.triton.primitives import block_row, softmax_step, stored_block
+
+_COUNTS = ["count", "queries", "keys", "levels"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_COUNTS)
 def meet_fwd_kernel(
-    q_ptr, qh_ptr, kh_desc, v_desc, c_ptr, range_ptr, acc_ptr, m_ptr, l_ptr, out_ptr, lse_ptr,
-    blocks_ptr, sequences_ptr, count, queries, keys, total,
-    stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
-    G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    BN: tl.constexpr, STAGES: tl.constexpr, LEVELS: tl.constexpr, TRANSPORT: tl.constexpr,
-    GATE: tl.constexpr, PRECISION: tl.constexpr,
+    q_desc, k_desc, v_desc, qc_ptr, kc_ptr, range_ptr, acc_ptr, m_ptr, l_ptr, out_ptr, lse_ptr,
+    blocks_ptr, sequences_ptr, count, queries, keys, levels, stride_ot, stride_oh, stride_lt,
+    G: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr,
+    STAGES: tl.constexpr, TRANSPORT: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries against every left unit; normalise and write the output and lse."""
+    """One block of queries against every left unit from the second level on; write out and lse."""
     i_block = count - 1 - tl.program_id(0)  # long rows first
     i_hq = tl.program_id(1)
     i_h = i_hq // G
-    token, valid, i, _, _, table = block_row(blocks_ptr, sequences_ptr, i_block, LEVELS)
-    first_token = token - i * 64
-    o, o_d, o_v = tl.arange(0, 64), tl.arange(0, DP), tl.arange(0, DVP)
+    token, valid, i, _, _, table = block_row(blocks_ptr, sequences_ptr, i_block, levels)
+    o, o_v, o_n = tl.arange(0, 64), tl.arange(0, DVP), tl.arange(0, BN)
     row = (i_hq.to(tl.int64) * count + i_block) * 64
     b_m = tl.load(m_ptr + row + o)
     b_l = tl.load(l_ptr + row + o)
     b_acc = tl.load(acc_ptr + row * DVP + o[:, None] * DVP + o_v[None, :])
-    logit_scale = tl.load(range_ptr + 2)
-    c_ptr += i_hq.to(tl.int64) * total
-    if not TRANSPORT:
-        b_q = load_tile(q_ptr + token * stride_qt + i_hq * stride_qh, o, stride_qt, o_d, valid, D)
-    for level in range(0, LEVELS):
+    scale = tl.load(range_ptr + 2)
+    for level in range(1, levels):
         unit = i >> level
         if (unit & 1) == 1:
             left = (unit - 1) << level
-            row_v = first_token + left * 64
-            row_k = row_v
+            row_v = token - (i - left) * 64
+            at_q = i_hq * queries + stored_block(table, i, level, 0)
+            at_k = stored_block(table, left, level, 1)
             if TRANSPORT:
-                at = i_hq.to(tl.int64) * queries + stored_block(table, i, level, 0)
-                b_q = tl.load(qh_ptr + at * 64 * DP + o[:, None] * DP + o_d[None, :])
-                row_k = (i_h.to(tl.int64) * keys + stored_block(table, left, level, 1)) * 64
+                b_q = q_desc.load([at_q * 64, 0])
+                row_k, column_k = (i_h * keys + at_k) * 64, 0
+            else:
+                b_q = q_desc.load([token, i_hq * DP])
+                row_k, column_k = row_v, i_h * DP
             if GATE:
-                b_border = tl.load(c_ptr + row_v + (64 << level) - 1)
-                b_c = tl.load(c_ptr + token + o, o < valid, other=0.0)
-                b_row = tl.where(o < valid, (b_c - b_border).to(tl.float32), 0.0)
+                b_qc = tl.load(qc_ptr + at_q.to(tl.int64) * 64 + o)
+                p_kc = kc_ptr + (i_hq.to(tl.int64) * keys + at_k) * 64 + o_n
+                b_m -= b_qc
             for j in tl.range(0, 64 << level, BN, num_stages=STAGES):
-                b_k = kh_desc.load([(row_k + j).to(tl.int32), 0 if TRANSPORT else i_h * DP])
-                b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * logit_scale
+                b_k = k_desc.load([row_k + j, column_k])
+                b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+                b_v = v_desc.load([row_v + j, i_h * DVP])
                 if GATE:
-                    o_n = j + tl.arange(0, BN)
-                    b_s += (b_border - tl.load(c_ptr + row_v + o_n)).to(tl.float32)[None, :]
-                    b_s += b_row[:, None]
-                if BN > 64:
-                    if level == 0:
-                        b_s = tl.where(tl.arange(0, BN)[None, :] < 64, b_s, float("-inf"))
-                b_v = v_desc.load([(row_v + j).to(tl.int32), i_h * DVP])
-                b_m, b_l, b_acc = softmax_step(b_s, b_m, b_l, b_acc, b_v, PRECISION)
+                    b_s = b_s * scale + tl.load(p_kc + j)[None, :]
+                    b_m, b_l, b_acc = softmax_step(b_s, 1.0, b_m, b_l, b_acc, b_v)
+                else:
+                    b_m, b_l, b_acc = softmax_step(b_s, scale, b_m, b_l, b_acc, b_v)
+            if GATE:
+                b_m += b_qc
     b_acc = b_acc / b_l[:, None]
-    out_ptr += token * stride_ot + i_hq * stride_oh
     inside = o < valid
+    out_ptr += i_hq * stride_oh + token.to(tl.int64) * stride_ot
     tl.store(
         out_ptr + o[:, None] * stride_ot + o_v[None, :],
         b_acc.to(out_ptr.dtype.element_ty),
         mask=inside[:, None] & (o_v[None, :] < DV),
     )
     b_lse = (b_m + tl.math.log2(b_l)) * 0.6931471805599453
-    tl.store(lse_ptr + (token + o) * stride_lt + i_hq, b_lse, mask=inside)
+    tl.store(lse_ptr + (token.to(tl.int64) + o) * stride_lt + i_hq, b_lse, mask=inside)

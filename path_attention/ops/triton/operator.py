@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
+import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -24,10 +24,11 @@ from path_attention.ops.triton.backward import (
 from path_attention.ops.triton.forward import meet_fwd_kernel
 from path_attention.ops.triton.grid import Grid, make_grid
 from path_attention.ops.triton.local import (
+    gates_fwd_kernel,
     local_bwd_kernel,
-    local_fwd_kernel,
     queries_fwd_kernel,
 )
+from path_attention.ops.triton.ranges import backward_ranges, forward_ranges
 from path_attention.ops.triton.tiles import Tiles, choose_tiles
 from path_attention.ops.triton.transition import (
     block_bwd_kernel,
@@ -59,18 +60,8 @@ def triton_attention(
     for float32 inputs three TF32 products. `lse` comes in float32.
     """
     lengths = None if packing is None else packing.host_lengths
-    return _forward(q, k, v, w, beta, log_forget, scale, lengths)
-
-
-class _Moved(NamedTuple):
-    """What the tree gives both passes; None without transport."""
-
-    inverse: Tensor | None  # [H, blocks, 64, 64]
-    coefficients: Tensor | None  # E, [H, blocks, 64, 64]
-    g: Tensor | None  # [H, blocks, 64, DP]
-    transitions: Tensor | None  # [H, nodes, DP, DP]
-    keys: Tensor | None  # [H, keys, 64, DP]
-    queries: Tensor | None  # [HQ, queries, 64, DP]
+    out, lse, _ = _forward(q, k, v, w, beta, log_forget, scale, lengths)
+    return out, lse
 
 
 class _Call(NamedTuple):
@@ -82,30 +73,53 @@ class _Call(NamedTuple):
     w: Tensor | None
     beta: Tensor | None
     decay: Tensor | None  # [HQ, B·T] float64, running sums of log2 of the gate
-    range: Tensor  # float32 [8], see _ranges
     grid: Grid
     tiles: Tiles
     total: int
     H: int
     G: int
-    moved_dtype: torch.dtype
+    operand: torch.dtype  # of moved queries and keys
 
     @property
     def tables(self) -> tuple[Tensor, Tensor]:
         return self.grid.blocks, self.grid.sequences
 
     @property
-    def constants(self) -> dict:
-        t = self.tiles
-        return dict(G=self.G, D=t.D, DP=t.DP, LEVELS=self.grid.levels, PRECISION=t.precision)
+    def kinds(self) -> dict:
+        return dict(G=self.G, TRANSPORT=self.tiles.transport, GATE=self.tiles.gate)
 
     @property
-    def attention_constants(self) -> dict:
+    def sizes(self) -> dict:
         t = self.tiles
-        return self.constants | dict(DV=t.DV, DVP=t.DVP, TRANSPORT=t.transport, GATE=t.gate)
+        return dict(D=t.D, DP=t.DP, DV=t.DV, DVP=t.DVP)
+
+    @property
+    def kernel_operand(self):
+        return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}.get(self.operand, tl.float32)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.q.new_empty(shape, dtype=dtype)
+
+
+class _Moved(NamedTuple):
+    """What the tree gives both passes; without transport, q and k as they came."""
+
+    inverse: Tensor | None  # [H, blocks, 64, 64]
+    coefficients: Tensor | None  # E, [H, blocks, 64, 64]
+    g: Tensor | None  # [H, blocks, 64, DP]
+    transitions: Tensor | None  # [H, nodes, DP, DP]
+    keys: Tensor | None  # [H, keys, 64, DP]
+    queries: Tensor | None  # [HQ, queries, 64, DP]
+    key_gates: Tensor | None  # [HQ, keys, 64], decay from the key to its level's border
+    query_gates: Tensor | None  # [HQ, queries, 64]
+
+
+class _Softmax(NamedTuple):
+    """A softmax begun: unnormalised output, maximum (base 2) and sum."""
+
+    acc: Tensor  # [HQ, blocks, 64, DVP]
+    m: Tensor  # [HQ, blocks, 64]
+    l: Tensor
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -115,118 +129,116 @@ def _rows(x: Tensor) -> Tensor:
     return x.flatten(0, 1)
 
 
-def _make_call(q, k, v, w, beta, log_forget, scale: float, lengths: Tensor | None) -> _Call:
+def _make_call(q, k, v, w, beta, log_forget, lengths: Tensor | None) -> _Call:
     B, T, HQ, D = q.shape
     H, DV = v.shape[2:]
     grid = make_grid((T,) * B if lengths is None else tuple(lengths.tolist()), q.device)
     transport = w is not None
-    moved_dtype = q.dtype
-    if transport and q.dtype != torch.float32:
-        moved_dtype = torch.float16
-    tiles = choose_tiles(
-        D, DV, moved_dtype, transport, log_forget is not None, _shared_memory(q.device)
-    )
+    operand = torch.float16 if transport and q.dtype != torch.float32 else q.dtype
+    tiles = choose_tiles(D, DV, operand, transport, log_forget is not None, _shared_memory(q.device))
     decay = None
     if log_forget is not None:
         log_forget = log_forget.flatten(0, 1).double().clamp(min=_LOWEST_LOG_FORGET)
         decay = (log_forget * _LOG2_E).cumsum(0).T.contiguous()
-    ranges = _ranges(q, k, scale, moved_dtype if transport else torch.float32)
-    q, k, v = _rows(q), _rows(k), _rows(v)
     return _Call(
-        q, k, v,
+        _rows(q),
+        _rows(k),
+        _rows(v),
         None if w is None else _rows(w),
         None if beta is None else beta.flatten(0, 1),
-        decay, ranges, grid, tiles, B * T, H, HQ // H, moved_dtype,
-    )  # fmt: skip
+        decay,
+        grid,
+        tiles,
+        B * T,
+        H,
+        HQ // H,
+        operand,
+    )
 
 
 def _shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 227 * 1024
-    properties = torch.cuda.get_device_properties(device)
-    return properties.shared_memory_per_block_optin
-
-
-def _power_of_two(norm: Tensor) -> Tensor:
-    """The power of two that brings norm into (½, 1]; 1 for a norm of 0."""
-    return torch.where(norm > 0, torch.exp2(-torch.ceil(torch.log2(norm))), torch.ones_like(norm))
-
-
-def _largest_norm(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).max()
-
-
-def _ranges(q: Tensor, k: Tensor, scale: float, moved_dtype: torch.dtype) -> Tensor:
-    """Scalars that kernels read: see the comments; gradients' are filled in by the backward pass."""
-    ranges = torch.ones(8, dtype=torch.float32, device=q.device)
-    if moved_dtype == torch.float16:
-        ranges[0] = _power_of_two(_largest_norm(q))  # of q, so that ‖q‖ ≤ 1
-        ranges[1] = _power_of_two(_largest_norm(k))  # of k
-    if scale < 0:
-        ranges[0] *= -1
-    ranges[2] = abs(scale) * _LOG2_E / (ranges[0].abs() * ranges[1])  # of scores, to base 2
-    return ranges
-
-
-def _descriptor(x: Tensor, heads: int, width: int, rows: int) -> TensorDescriptor:
-    """Tiles [rows, width] of a table [tokens, heads, ≤ width] or [.., width]."""
-    if x.dim() == 3:
-        size = x.itemsize
-        aligned = (
-            x.shape[2] == width
-            and x.stride(1) == width
-            and x.stride(0) * size % 16 == 0
-            and x.data_ptr() % 16 == 0
-        )
-        if not aligned:
-            x = F.pad(x, (0, width - x.shape[2])).contiguous()
-        return TensorDescriptor(x, [x.shape[0], heads * width], [x.stride(0), 1], [rows, width])
-    return TensorDescriptor(x, list(x.shape), [width, 1], [rows, width])
-
-
-def _move(c: _Call) -> _Moved:
-    """Solve the blocks, build the tree, carry keys and queries up it."""
-    if not c.tiles.transport or c.w is None or c.beta is None:
-        return _Moved(*[None] * 6)
-    grid, t, H = c.grid, c.tiles, c.H
-    blocks, DP = grid.count, t.DP
-    w, beta = c.w, c.beta
-    inverse = c.empty(H, blocks, 64, 64)
-    common = dict(LEVELS=grid.levels, PRECISION="tf32x3")
-    inverse_fwd_kernel[(blocks, H)](
-        w, beta, inverse, *c.tables, blocks, w.stride(0), w.stride(1), beta.stride(0),
-        beta.stride(1), D=t.D, DP=DP, num_warps=1, **common,
-    )  # fmt: skip
-    kt = c.empty(H, blocks, 64, DP, dtype=c.moved_dtype)
-    coefficients = c.empty(H, blocks, 64, 64, dtype=c.moved_dtype)
-    g = c.empty(H, blocks, 64, DP, dtype=c.moved_dtype)
-    transitions = c.empty(H, max(1, grid.nodes), DP, DP)
-    tile = min(64, DP)
-    block_fwd_kernel[(blocks, H)](
-        c.k, w, beta, inverse, c.range, kt, coefficients, g, transitions, *c.tables, blocks,
-        grid.nodes, c.k.stride(0), c.k.stride(1), w.stride(0), w.stride(1), beta.stride(0),
-        beta.stride(1), D=t.D, DP=DP, DC=tile, num_warps=t.block_warps, **common,
-    )  # fmt: skip
-    for level in range(1, grid.levels):
-        tree_fwd_kernel[(blocks, H, (DP // tile) ** 2)](
-            transitions, *c.tables, grid.nodes, level, DP=DP, DC=tile, num_warps=4, **common
-        )
-    keys = c.empty(H, max(1, grid.keys), 64, DP, dtype=c.moved_dtype)
-    queries = c.empty(H * c.G, max(1, grid.queries), 64, DP, dtype=c.moved_dtype)
-    keys_fwd_kernel[(blocks, H)](
-        kt, transitions, keys, *c.tables, blocks, grid.nodes, grid.keys, DP=DP,
-        num_warps=t.walk_warps, **common,
-    )  # fmt: skip
-    queries_fwd_kernel[(blocks, H * c.G)](
-        c.q, w, g, transitions, c.range, queries, *c.tables, blocks, grid.nodes, grid.queries,
-        c.q.stride(0), c.q.stride(1), w.stride(0), w.stride(1), G=c.G, D=t.D, DP=DP,
-        num_warps=t.walk_warps, **common,
-    )  # fmt: skip
-    return _Moved(inverse, coefficients, g, transitions, keys, queries)
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def _or(x: Tensor | None, default: Tensor) -> Tensor:
     return default if x is None else x
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    return [stride for x in tensors for stride in x.stride()[:2]]
+
+
+def _public(x: Tensor, width: int, rows: int) -> TensorDescriptor:
+    """Tiles [rows, width] of [tokens, heads, D], padded to a width of its own where it must be."""
+    tokens, heads, D = x.shape
+    aligned = x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
+    if D != width or x.stride(1) != width or not aligned:
+        x = F.pad(x, (0, width - D)).contiguous()
+    return TensorDescriptor(x, [tokens, heads * width], [x.stride(0), 1], [rows, width])
+
+
+def _stored(x: Tensor | None, public: Tensor, width: int, rows: int) -> TensorDescriptor:
+    """Tiles of what a level stores, or of the public tensor where nothing is moved."""
+    if x is None:
+        return _public(public, width, rows)
+    return TensorDescriptor(x, [x.numel() // width, width], [width, 1], [rows, width])
+
+
+def _move(c: _Call, ranges: Tensor, softmax: _Softmax | None) -> _Moved:
+    """Solve the blocks, build the tree, carry keys and queries up it; begin the softmax if asked."""
+    grid, t, H, HQ = c.grid, c.tiles, c.H, c.H * c.G
+    blocks, DP, w, beta = grid.count, t.DP, c.w, c.beta
+    inverse = coefficients = g = transitions = keys = queries = key_gates = query_gates = None
+    common = dict(DP=DP, OPERAND=c.kernel_operand)
+    if c.decay is not None:
+        query_gates = c.empty(HQ, max(1, grid.queries), 64)
+        key_gates = c.empty(HQ, max(1, grid.keys), 64)
+        gates_fwd_kernel[(blocks, HQ)](
+            c.decay, query_gates, key_gates, *c.tables, blocks, grid.queries, grid.keys,
+            grid.levels, c.total, num_warps=1,
+        )  # fmt: skip
+    if w is not None and beta is not None:
+        inverse = c.empty(H, blocks, 64, 64)
+        inverse_fwd_kernel[(blocks, H)](
+            w, beta, inverse, *c.tables, blocks, grid.levels, *_strides(w, beta), D=t.D,
+            num_warps=4, **common,
+        )  # fmt: skip
+        kt = c.empty(H, blocks, 64, DP, dtype=c.operand)
+        coefficients = c.empty(H, blocks, 64, 64, dtype=c.operand)
+        g = c.empty(H, blocks, 64, DP, dtype=c.operand)
+        transitions = c.empty(H, max(1, grid.nodes), DP, DP)
+        tile = min(64, DP)
+        block_fwd_kernel[(blocks, H)](
+            c.k, w, beta, inverse, ranges, kt, coefficients, g, transitions, *c.tables, blocks,
+            grid.nodes, grid.levels, *_strides(c.k, w, beta), D=t.D, DC=tile,
+            num_warps=t.block_warps, **common,
+        )  # fmt: skip
+        for level in range(1, grid.levels):
+            tree_fwd_kernel[(blocks, H, (DP // tile) ** 2)](
+                transitions, *c.tables, grid.nodes, grid.levels, level, DC=tile, num_warps=4,
+                **common,
+            )  # fmt: skip
+        keys = c.empty(H, max(1, grid.keys), 64, DP, dtype=c.operand)
+        keys_fwd_kernel[(blocks, H)](
+            kt, transitions, keys, *c.tables, blocks, grid.nodes, grid.keys, grid.levels,
+            num_warps=t.walk_warps, **common,
+        )  # fmt: skip
+        queries = c.empty(HQ, max(1, grid.queries), 64, DP, dtype=c.operand)
+    moved = _Moved(inverse, coefficients, g, transitions, keys, queries, key_gates, query_gates)
+    if softmax is not None or queries is not None:
+        acc, m, l = softmax or (ranges,) * 3
+        w = _or(w, c.k)
+        queries_fwd_kernel[(blocks, HQ)](
+            c.q, c.k, c.v, w, _or(c.decay, ranges), _or(coefficients, c.q), _or(g, c.q),
+            _or(transitions, ranges), _or(keys, c.q), _or(query_gates, ranges),
+            _or(key_gates, ranges), ranges, _or(queries, c.q), acc, m, l, *c.tables, blocks,
+            grid.nodes, grid.queries, grid.keys, grid.levels, c.total,
+            *_strides(c.q, c.k, c.v, w), ATTEND=softmax is not None, OPERAND=c.kernel_operand,
+            num_warps=t.walk_warps, **c.sizes, **c.kinds,
+        )  # fmt: skip
+    return moved
 
 
 @torch.library.custom_op("path_attention::triton", mutates_args=())
@@ -239,48 +251,34 @@ def _forward(
     log_forget: Tensor | None,
     scale: float,
     lengths: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    B, T, HQ, _ = q.shape
-    out = q.new_empty(B, T, HQ, v.shape[3])
-    lse = q.new_empty(B, T, HQ, dtype=torch.float32)
+) -> tuple[Tensor, Tensor, Tensor]:
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if q.numel() == 0:
-        return out, lse
+        return out, lse, lse.new_empty(8)
     with torch.cuda.device_of(q):
-        c = _make_call(q, k, v, w, beta, log_forget, scale, lengths)
-        _attend(c, _move(c), out.flatten(0, 1), lse.flatten(0, 1))
-    return out, lse
-
-
-def _attend(c: _Call, moved: _Moved, out: Tensor, lse: Tensor) -> None:
-    grid, t, HQ = c.grid, c.tiles, c.H * c.G
-    blocks = grid.count
-    acc = c.empty(HQ, blocks, 64, t.DVP)
-    m, l = c.empty(HQ, blocks, 64), c.empty(HQ, blocks, 64)
-    w = _or(c.w, c.k)
-    decay = _or(c.decay, c.range)
-    local_fwd_kernel[(blocks, HQ)](
-        c.q, c.k, c.v, w, decay, _or(moved.coefficients, c.q), c.range, acc, m, l, *c.tables,
-        blocks, c.total, c.q.stride(0), c.q.stride(1), c.k.stride(0), c.k.stride(1), c.v.stride(0),
-        c.v.stride(1), w.stride(0), w.stride(1), num_warps=4, **c.attention_constants,
-    )  # fmt: skip
-    meet_fwd_kernel[(blocks, HQ)](
-        c.q, _or(moved.queries, c.q), _keys_descriptor(c, moved, t.forward_keys),
-        _descriptor(c.v, c.H, t.DVP, t.forward_keys), decay, c.range, acc, m, l, out, lse,
-        *c.tables, blocks, grid.queries, grid.keys, c.total, c.q.stride(0), c.q.stride(1),
-        out.stride(0), out.stride(1), lse.stride(0), BN=t.forward_keys, STAGES=t.forward_stages,
-        num_warps=t.forward_warps, **c.attention_constants,
-    )  # fmt: skip
-
-
-def _keys_descriptor(c: _Call, moved: _Moved, rows: int) -> TensorDescriptor:
-    if moved.keys is None:
-        return _descriptor(c.k, c.H, c.tiles.DP, rows)
-    return _descriptor(moved.keys.view(-1, c.tiles.DP), 1, c.tiles.DP, rows)
+        c = _make_call(q, k, v, w, beta, log_forget, lengths)
+        blocks, HQ, t = c.grid.count, q.shape[2], c.tiles
+        ranges = forward_ranges(c.q, c.k, scale, t.transport and c.operand == torch.float16)
+        m, l = c.empty(HQ, blocks, 64), c.empty(HQ, blocks, 64)
+        softmax = _Softmax(c.empty(HQ, blocks, 64, t.DVP), m, l)
+        moved = _move(c, ranges, softmax)
+        flat = out.flatten(0, 1)
+        meet_fwd_kernel[(blocks, HQ)](
+            _stored(moved.queries, c.q, t.DP, 64), _stored(moved.keys, c.k, t.DP, t.forward_keys),
+            _public(c.v, t.DVP, t.forward_keys), _or(moved.query_gates, ranges),
+            _or(moved.key_gates, ranges), ranges, *softmax, flat, lse, *c.tables, blocks,
+            c.grid.queries, c.grid.keys, c.grid.levels, *_strides(flat), HQ, DP=t.DP, DV=t.DV,
+            DVP=t.DVP, BN=t.forward_keys, STAGES=t.forward_stages, num_warps=t.forward_warps,
+            **c.kinds,
+        )  # fmt: skip
+    return out, lse, ranges
 
 
 @_forward.register_fake
 def _(q, k, v, w, beta, log_forget, scale, lengths):
-    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    return q.new_empty(*q.shape[:3], v.shape[3]), lse, lse.new_empty(8)
 
 
 @torch.library.custom_op("path_attention::triton_backward", mutates_args=())
@@ -295,142 +293,159 @@ def _backward(
     log_forget: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    ranges: Tensor,
     scale: float,
     lengths: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    dw, dbeta, dlog_forget = (
-        q.new_empty(0) if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        for x in (w, beta, log_forget)
+    inputs = (q, k, v, w, beta, log_forget)
+    grads = _Gradients(
+        *(
+            q.new_empty(0 if x is None else x.shape, dtype=None if x is None else x.dtype)
+            for x in inputs
+        )
     )
-    if q.numel():
-        with torch.cuda.device_of(q):
-            c = _make_call(q, k, v, w, beta, log_forget, scale, lengths)
-            rows, columns = _attend_backward(
-                c, _move(c), _rows(grad_out), grad_lse, _rows(out), lse.flatten(0, 1), scale,
-                dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1), dw, dbeta,
-            )  # fmt: skip
-            if log_forget is not None:
-                # log f_t is in A_ij for j < t ≤ i.
-                crossing = (rows - columns).double().flip(0).cumsum(0).flip(0)
-                dlog_forget = (crossing * c.range[7]).to(log_forget.dtype).view_as(log_forget)
-    return dq, dk, dv, dw, dbeta, dlog_forget
+    if q.numel() == 0:
+        return tuple(torch.zeros_like(x) for x in grads)  # type: ignore[return-value]
+    with torch.cuda.device_of(q):
+        c = _make_call(*inputs, lengths)
+        grad_out, in_range = _rows(grad_out), c.operand == torch.float16
+        ranges = backward_ranges(ranges, grad_out, c.v, grad_lse, scale, in_range)
+        moved = _move(c, ranges, None)
+        top = _prepare_top(c, ranges, grad_out, grad_lse, _rows(out), lse)
+        partial = _meet_backward(c, moved, ranges, top)
+        _blocks_backward(c, moved, ranges, top, partial, grads)
+        if log_forget is not None:
+            # log f_t is in A_ij for j < t ≤ i.
+            crossing = _token_order(c, partial.rows - partial.columns).double()
+            crossing = crossing.flip(0).cumsum(0).flip(0) * ranges[7]
+            grads.log_forget.copy_(crossing.view_as(log_forget))
+    return tuple(grads)  # type: ignore[return-value]
 
 
-def _gradient_ranges(c: _Call, grad_out: Tensor, grad_lse: Tensor | None, scale: float) -> None:
-    """Fill in the scalars of the backward pass: what to multiply score gradients by, and undo it."""
-    r = c.range
-    if c.moved_dtype == torch.float16:
-        bound = 2 * _largest_norm(grad_out) * _largest_norm(c.v)
-        if grad_lse is not None:
-            bound = bound + grad_lse.abs().max()
-        r[3] = _power_of_two(bound) * 2.0**14
-    r[4] = abs(scale) / (r[1] * r[3]) * r[0].sign()  # of dq
-    r[5] = abs(scale) / (r[0].abs() * r[3])  # of dk
-    r[6] = abs(scale) / (r[0].abs() * r[1] * r[3])  # of dw and dβ
-    r[7] = 1 / r[3]  # of the gates
+@_backward.register_fake
+def _(grad_out, grad_lse, q, k, v, w, beta, log_forget, out, lse, ranges, scale, lengths):
+    return tuple(
+        q.new_empty(0 if x is None else x.shape, dtype=None if x is None else x.dtype)
+        for x in (q, k, v, w, beta, log_forget)
+    )
 
 
-def _attend_backward(
-    c: _Call, moved: _Moved, grad_out, grad_lse, out, lse, scale, dq, dk, dv, dw, dbeta
-):
+class _Gradients(NamedTuple):
+    """Of the public inputs; empty where an input is None."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    w: Tensor
+    beta: Tensor
+    log_forget: Tensor
+
+
+class _Top(NamedTuple):
+    """What arrives from above: dO [B·T, HQ, DV]; δ and lse (base 2) [HQ, blocks, 64]."""
+
+    grad_out: Tensor
+    delta: Tensor
+    lse: Tensor
+
+
+class _Partial(NamedTuple):
+    """Gradients at the blocks' borders, before they go back through the blocks; float32, scaled."""
+
+    q: Tensor  # [HQ, blocks, 64, DP]
+    k: Tensor  # [H, blocks, 64, DP]
+    v: Tensor  # [H, blocks, 64, DVP]
+    transitions: Tensor  # [H, nodes, DP, DP]
+    rows: Tensor  # [HQ, blocks, 64] of the score gradients, with gates
+    columns: Tensor
+
+
+def _prepare_top(c: _Call, ranges, grad_out, grad_lse, out, lse) -> _Top:
+    HQ, blocks, t = c.H * c.G, c.grid.count, c.tiles
+    delta, lse2 = c.empty(HQ, blocks, 64), c.empty(HQ, blocks, 64)
+    dlse = lse if grad_lse is None else grad_lse.contiguous()
+    delta_bwd_kernel[(blocks, HQ)](
+        out, grad_out, lse, dlse, ranges, delta, lse2, *c.tables, blocks, c.grid.levels,
+        *_strides(out, grad_out), HQ, DV=t.DV, DVP=t.DVP, LSE_GRADIENT=grad_lse is not None,
+        num_warps=4,
+    )  # fmt: skip
+    return _Top(grad_out, delta, lse2)
+
+
+def _meet_backward(c: _Call, moved: _Moved, ranges: Tensor, top: _Top) -> _Partial:
     grid, t, H, HQ = c.grid, c.tiles, c.H, c.H * c.G
     blocks, DP, DVP = grid.count, t.DP, t.DVP
-    _gradient_ranges(c, grad_out, grad_lse, scale)
-    delta, lse2 = c.empty(HQ, blocks, 64), c.empty(HQ, blocks, 64)
-    delta_bwd_kernel[(blocks, HQ)](
-        out, grad_out, lse, lse if grad_lse is None else grad_lse.flatten(0, 1).contiguous(),
-        c.range, delta, lse2, *c.tables, blocks, out.stride(0), out.stride(1), grad_out.stride(0),
-        grad_out.stride(1), lse.stride(0), DV=t.DV, DVP=DVP, LEVELS=grid.levels,
-        LSE_GRADIENT=grad_lse is not None, num_warps=4,
-    )  # fmt: skip
-    dqt, dkt, dvt = c.empty(HQ, blocks, 64, DP), c.empty(H, blocks, 64, DP), c.empty(H, blocks, 64, DVP)
-    p = _or(moved.transitions, c.range)
-    dp = torch.zeros_like(p) if t.transport else p
+    p = _or(moved.transitions, ranges)
     gated = (HQ, blocks, 64) if t.gate else (1,)
-    rows, columns = c.empty(*gated), torch.zeros(gated, dtype=torch.float32, device=c.q.device)
-    decay = _or(c.decay, c.range)
-    moving = dict(MOVE_PRECISION=t.move_precision)
+    partial = _Partial(
+        c.empty(HQ, blocks, 64, DP),
+        c.empty(H, blocks, 64, DP),
+        c.empty(H, blocks, 64, DVP),
+        torch.zeros_like(p) if t.transport else p,
+        c.empty(*gated),
+        c.empty(*gated).zero_(),
+    )
+    gates = _or(moved.query_gates, ranges), _or(moved.key_gates, ranges)
+    kinds = dict(DP=DP, DVP=DVP, OPERAND=c.kernel_operand) | c.kinds
     queries_bwd_kernel[(blocks, HQ)](
-        c.q, _or(moved.queries, c.q), _keys_descriptor(c, moved, t.backward_keys),
-        _descriptor(c.v, H, DVP, t.backward_keys), grad_out, p, decay, c.range, lse2, delta,
-        dqt, dp, rows, *c.tables, blocks, grid.queries, grid.keys, grid.nodes, c.total,
-        c.q.stride(0), c.q.stride(1), grad_out.stride(0), grad_out.stride(1), BN=t.backward_keys,
-        STAGES=t.queries_stages, num_warps=t.queries_warps, **c.attention_constants, **moving,
+        _stored(moved.queries, c.q, DP, 64), _stored(moved.keys, c.k, DP, t.backward_keys),
+        _public(c.v, DVP, t.backward_keys), _public(top.grad_out, DVP, 64), p, *gates, ranges,
+        top.lse, top.delta, partial.q, partial.transitions, partial.rows, *c.tables, blocks,
+        grid.queries, grid.keys, grid.nodes, grid.levels, BN=t.backward_keys,
+        STAGES=t.queries_stages, num_warps=t.queries_warps, **kinds,
     )  # fmt: skip
-    if moved.queries is None:
-        q_descriptor = _descriptor(c.q, HQ, DP, t.backward_queries)
-    else:
-        q_descriptor = _descriptor(moved.queries.view(-1, DP), 1, DP, t.backward_queries)
     keys_bwd_kernel[(blocks, H)](
-        q_descriptor, _or(moved.keys, c.k), c.k, c.v,
-        _descriptor(grad_out, HQ, DVP, t.backward_queries), p, decay, c.range, lse2, delta,
-        dkt, dvt, dp, columns, *c.tables, blocks, grid.queries, grid.keys, grid.nodes, c.total,
-        c.k.stride(0), c.k.stride(1), c.v.stride(0), c.v.stride(1), BM=t.backward_queries,
-        STAGES=t.keys_stages, num_warps=t.keys_warps, **c.attention_constants, **moving,
+        _stored(moved.queries, c.q, DP, t.backward_queries), _stored(moved.keys, c.k, DP, 64),
+        _public(c.v, DVP, 64), _public(top.grad_out, DVP, t.backward_queries), p, *gates, ranges,
+        top.lse, top.delta, partial.k, partial.v, partial.transitions, partial.columns, *c.tables,
+        blocks, grid.queries, grid.keys, grid.nodes, grid.levels, BM=t.backward_queries,
+        STAGES=t.keys_stages, num_warps=t.keys_warps, **kinds,
     )  # fmt: skip
     tile = min(64, DP)
     for level in range(grid.levels - 1, 0, -1) if t.transport else ():
         tree_bwd_kernel[(blocks, H, (DP // tile) ** 2)](
-            p, dp, *c.tables, grid.nodes, level, DP=DP, DC=tile, LEVELS=grid.levels,
-            PRECISION=t.move_precision, num_warps=4,
+            p, partial.transitions, *c.tables, grid.nodes, grid.levels, level, DP=DP, DC=tile,
+            OPERAND=c.kernel_operand, num_warps=4,
         )  # fmt: skip
-    _local_backward(c, moved, grad_out, lse2, delta, dqt, dkt, dvt, dp, rows, columns, dq, dk, dv, dw, dbeta)
-    return _token_order(c, rows), _token_order(c, columns)
+    return partial
 
 
-def _local_backward(
-    c: _Call, moved: _Moved, grad_out, lse2, delta, dqt, dkt, dvt, dp, rows, columns, dq, dk, dv, dw, dbeta
+def _blocks_backward(
+    c: _Call, moved: _Moved, ranges: Tensor, top: _Top, partial: _Partial, grads: _Gradients
 ) -> None:
     grid, t, H = c.grid, c.tiles, c.H
     blocks, DP = grid.count, t.DP
-    moving = dict(MOVE_PRECISION=t.move_precision)
-    dkl = dwl = dg = de = c.range
+    dkl = dwl = dg = de = ranges
     if t.transport:
         dkl, dwl, dg = (c.empty(H, blocks, 64, DP) for _ in range(3))
         de = c.empty(H, blocks, 64, 64)
     w = _or(c.w, c.k)
+    dq, dk, dv = (x.flatten(0, 1) for x in (grads.q, grads.k, grads.v))
     local_bwd_kernel[(blocks, H)](
-        c.q, c.k, c.v, w, grad_out, _or(c.decay, c.range), _or(moved.coefficients, c.range),
-        _or(moved.g, c.range), c.range, lse2, delta, dqt, dkt, dvt, rows, columns,
-        dq, dk, dv, dkl, de, dg, dwl, *c.tables, blocks, c.total,
-        c.q.stride(0), c.q.stride(1), c.k.stride(0), c.k.stride(1), c.v.stride(0), c.v.stride(1),
-        w.stride(0), w.stride(1), grad_out.stride(0), grad_out.stride(1), dq.stride(0),
-        dq.stride(1), dk.stride(0), dk.stride(1), dv.stride(0), dv.stride(1),
-        num_warps=8, **c.attention_constants, **moving,
+        c.q, c.k, c.v, w, top.grad_out, _or(c.decay, ranges), _or(moved.coefficients, c.q),
+        _or(moved.g, c.q), ranges, top.lse, top.delta, partial.q, partial.k, partial.v,
+        partial.rows, partial.columns, dq, dk, dv, dkl, de, dg, dwl, *c.tables, blocks,
+        grid.levels, c.total, *_strides(c.q, c.k, c.v, w, top.grad_out, dq, dk, dv),
+        num_warps=t.local_warps, OPERAND=c.kernel_operand, **c.sizes, **c.kinds,
     )  # fmt: skip
-    if not t.transport or c.w is None or c.beta is None:
+    if c.w is None or c.beta is None:
         return
-    dw, dbeta = dw.flatten(0, 1), dbeta.flatten(0, 1)
+    dw, dbeta = grads.w.flatten(0, 1), grads.beta.flatten(0, 1)
     block_bwd_kernel[(blocks, H)](
-        c.k, c.w, c.beta, moved.inverse, moved.coefficients, moved.g, c.range, dkt, dkl, de, dg,
-        dwl, dp, dk, dw, dbeta, *c.tables, blocks, grid.nodes,
-        c.k.stride(0), c.k.stride(1), c.w.stride(0), c.w.stride(1), c.beta.stride(0),
-        c.beta.stride(1), dk.stride(0), dk.stride(1), dw.stride(0), dw.stride(1), dbeta.stride(0),
-        dbeta.stride(1), D=t.D, DP=DP, LEVELS=grid.levels, PRECISION=t.precision,
-        num_warps=8, **moving,
+        c.k, c.w, c.beta, moved.inverse, moved.coefficients, moved.g, ranges, partial.k, dkl, de,
+        dg, dwl, partial.transitions, dk, dw, dbeta, *c.tables, blocks, grid.nodes, grid.levels,
+        *_strides(c.k, c.w, c.beta, dk, dw, dbeta), D=t.D, DP=DP, OPERAND=c.kernel_operand,
+        num_warps=t.local_warps,
     )  # fmt: skip
 
 
 def _token_order(c: _Call, x: Tensor) -> Tensor:
     """[HQ, blocks, 64] → [B·T, HQ]."""
-    if not c.tiles.gate:
-        return x
     blocks = c.grid.blocks
-    o = torch.arange(64, device=x.device)
-    valid = o < blocks[:, 1:2]
-    tokens = (blocks[:, :1] + o)[valid]
-    out = x.new_empty(c.total, x.shape[0])
-    out[tokens.long()] = x[:, valid].T
-    return out
-
-
-@_backward.register_fake
-def _(grad_out, grad_lse, q, k, v, w, beta, log_forget, out, lse, scale, lengths):
-    return tuple(
-        q.new_empty(0) if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        for x in (q, k, v, w, beta, log_forget)
-    )
+    tokens = blocks[:, :1] + torch.arange(64, device=x.device)
+    last = blocks[:, :1] + blocks[:, 1:2] - 1
+    out = x.new_zeros(c.total, x.shape[0])
+    return out.index_add_(0, torch.minimum(tokens, last).flatten().long(), x.flatten(1).T)
 
 
 def _setup_context(ctx, inputs, output):
@@ -438,15 +453,16 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(*tensors, *output, lengths)
     ctx.scale = scale
     ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[2])
 
 
-def _autograd(ctx, grad_out, grad_lse):
-    *inputs, out, lse, lengths = ctx.saved_tensors
+def _autograd(ctx, grad_out, grad_lse, _):
+    *inputs, out, lse, ranges, lengths = ctx.saved_tensors
     if grad_out is None:
         if grad_lse is None:
             return (None,) * 8
         grad_out = torch.zeros_like(out)
-    grads = _backward(grad_out, grad_lse, *inputs, out, lse, ctx.scale, lengths)
+    grads = _backward(grad_out, grad_lse, *inputs, out, lse, ranges, ctx.scale, lengths)
     return (*(None if x is None else g for x, g in zip(inputs, grads, strict=True)), None, None)
 
 

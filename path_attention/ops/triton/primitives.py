@@ -1,4 +1,4 @@
-"""What the kernels share: the tables' rows, moved tiles, one step of the softmax."""
+"""What the kernels share: the tables' rows, tiles, products kept exact, one step of the softmax."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import triton.language as tl
 
 
 @triton.jit
-def block_row(blocks_ptr, sequences_ptr, i_block, LEVELS: tl.constexpr):
+def block_row(blocks_ptr, sequences_ptr, i_block, levels):
     """A block's first token, valid rows, index; its sequence's blocks, first block, level table."""
     row = blocks_ptr + i_block * 4
-    table = sequences_ptr + tl.load(row + 3) * (2 + 3 * LEVELS)
+    table = sequences_ptr + tl.load(row + 3) * (2 + 3 * levels)
     return (
-        tl.load(row).to(tl.int64),
+        tl.load(row),
         tl.load(row + 1),
         tl.load(row + 2),
         tl.load(table),
@@ -31,17 +31,46 @@ def stored_block(table, i, level, KIND: tl.constexpr):
 @triton.jit
 def node(table, unit, level):
     """Where the transition of a complete unit is stored."""
-    return tl.load(table + 3 * level + 2) + unit
+    return (tl.load(table + 3 * level + 2) + unit).to(tl.int64)
 
 
 @triton.jit
-def load_tile(p, rows, stride_row, columns, valid, D: tl.constexpr):
-    """Rows below `valid` and columns below D of a tile at p, zero elsewhere. [BT, DP]"""
+def load_tile(p, token, stride_row, rows, columns, valid, D: tl.constexpr):
+    """Rows below `valid` and columns below D of the tile that starts at a token, else zero."""
+    p += token.to(tl.int64) * stride_row
     mask = (rows[:, None] < valid) & (columns[None, :] < D)
-    return tl.load(p + rows[:, None].to(tl.int64) * stride_row + columns[None, :], mask, other=0.0)
+    return tl.load(p + rows[:, None] * stride_row + columns[None, :], mask, other=0.0)
 
 
 @triton.jit
-def decay(c_ptr, at, b_border, sign):
-    """Decay between a border and the tokens `at`, from float64 running sums: no cancellation left."""
-    return (sign * (tl.load(c_ptr + at) - b_border)).to(tl.float32)
+def dot_exact(a, b, OPERAND: tl.constexpr):
+    """Product of float32 tiles of entries up to about 2¹⁵, right to about 2⁻²².
+
+    16-bit OPERAND: each tile as a float16 sum high + low, three products of the four.
+    """
+    if OPERAND == tl.float32:
+        c = tl.dot(a, b, input_precision="ieee")
+    else:
+        a_high, b_high = a.to(tl.float16), b.to(tl.float16)
+        a_low = (a - a_high.to(tl.float32)).to(tl.float16)
+        b_low = (b - b_high.to(tl.float32)).to(tl.float16)
+        c = tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high)))
+    return c
+
+
+@triton.jit
+def range_of(x):
+    """A power of two that brings a tile's largest entry to about 1; 1 for a zero tile."""
+    largest = tl.max(tl.max(tl.abs(x), 1), 0)
+    return tl.where(largest > 0, tl.math.exp2(-tl.math.ceil(tl.math.log2(largest))), 1.0)
+
+
+@triton.jit
+def softmax_step(b_s, scale, b_m, b_l, b_acc, b_v):
+    """Take raw scores [BM, BN] and values into the running maximum (base 2), sum and output."""
+    b_m_new = tl.maximum(b_m, tl.max(b_s, 1) * scale)
+    b_p = tl.math.exp2(b_s * scale - b_m_new[:, None])
+    b_alpha = tl.math.exp2(b_m - b_m_new)
+    b_l = b_l * b_alpha + tl.sum(b_p, 1)
+    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_alpha[:, None], input_precision="ieee")
+    return b_m_new, b_l, b_acc

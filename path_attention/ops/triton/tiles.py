@@ -35,8 +35,7 @@ class Tiles:
     keys_stages: int
     walk_warps: int
     block_warps: int
-    precision: str
-    move_precision: str
+    local_warps: int
 
 
 def choose_tiles(
@@ -64,6 +63,5 @@ def choose_tiles(
         keys_stages=2,
         walk_warps=4 if wide <= 64 else 8,
         block_warps=4 if wide <= 64 else 8,
-        precision="tf32x3" if single else "tf32",
-        move_precision="tf32x3" if single else "tf32",
+        local_warps=8,
     )
