@@ -38,6 +38,11 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
         "Generate",
         "MODEL --prompt TEXT: continue a text",
     ),
+    ("benchmark", "operator"): (
+        "path_attention.benchmarks.operator",
+        "BenchmarkOperator",
+        "time and peak memory of the operator beside plain attention",
+    ),
 }
 _ERRORS = (ValueError, OSError, FloatingPointError)
 

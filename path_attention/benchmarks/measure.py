@@ -1,0 +1,131 @@
+"""Time, peak memory and error of one call, forward and backward."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from path_attention.benchmarks.candidates import Call
+
+PHASES = ("forward", "backward", "both")
+
+
+class Job(NamedTuple):
+    """A call with the tensors that its gradients are taken of."""
+
+    call: Call
+    leaves: Sequence[Tensor]
+    grad_out: Tensor
+
+    def run(self) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The output and the gradients."""
+        out = self.call()
+        return out, torch.autograd.grad(out, self.leaves, self.grad_out)
+
+
+def time_interleaved(jobs: Sequence[Job], repeats: int) -> list[list[dict[str, float]]]:
+    """Times in milliseconds by phase, for each job one for each repeat.
+
+    Jobs take turns, so that whatever else the machine does falls on all of them; the first turn
+    warms up and is not counted. The forward pass is timed as in training, with what it saves.
+    """
+    times: list[list[dict[str, float]]] = [[] for _ in jobs]
+    for repeat in range(repeats + 1):
+        for job, taken in zip(jobs, times, strict=True):
+            phases = _time(job)
+            if repeat:
+                taken.append(phases)
+    return times
+
+
+def summarise(
+    times: Sequence[dict[str, float]], anchor: Sequence[dict[str, float]]
+) -> dict[str, float]:
+    """Medians `forward_ms`, …, and medians of the ratios to the anchor in the same turn."""
+    row: dict[str, float] = {}
+    for phase in PHASES:
+        row[f"{phase}_ms"] = median(t[phase] for t in times)
+    for phase in PHASES:
+        ratios = [t[phase] / a[phase] for t, a in zip(times, anchor, strict=True)]
+        row[f"{phase}_ratio"] = median(ratios)
+    return row
+
+
+def peak_bytes(job: Job) -> int:
+    """The most memory that forward and backward hold at once above their inputs.
+
+    On CUDA, torch's own allocator statistic. On the CPU, the running sum of all allocations and
+    releases that torch's profiler records: unlike the process's resident size it holds neither what
+    the allocator keeps for later nor what other threads touch, so small sizes are measured too.
+    Buffers that a matrix library allocates for itself are not in it.
+    """
+    device = job.grad_out.device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        job.run()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiler:
+        job.run()
+    recorded = profiler.profiler
+    if recorded is None or recorded.kineto_results is None:
+        raise RuntimeError("profiler: expected memory events, got none")
+    events = [e for e in recorded.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]
+        peak = max(peak, held)
+    return peak
+
+
+def relative_error(got: Job, exact: Job) -> float:
+    """The largest of ‖x − exact‖/‖exact‖ over the output and the gradients."""
+    worst = 0.0
+    (out, grads), (exact_out, exact_grads) = got.run(), exact.run()
+    for x, y in zip((out, *grads), (exact_out, *exact_grads), strict=True):
+        y = y.double()
+        worst = max(worst, ((x.double() - y).norm() / y.norm()).item())
+    return worst
+
+
+def _time(job: Job) -> dict[str, float]:
+    with _stopwatch(job.grad_out.device) as forward:
+        out = job.call()
+    with _stopwatch(job.grad_out.device) as backward:
+        torch.autograd.grad(out, job.leaves, job.grad_out)
+    return {
+        "forward": forward(),
+        "backward": backward(),
+        "both": forward() + backward(),
+    }
+
+
+@contextmanager
+def _stopwatch(device: torch.device) -> Iterator[Callable[[], float]]:
+    """Yields a function that tells the milliseconds that the block took, once it has ended."""
+    taken: list[float] = []
+
+    def read() -> float:
+        return taken[0]
+
+    if device.type == "cuda":
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        yield read
+        stop.record()
+        torch.cuda.synchronize(device)
+        taken.append(start.elapsed_time(stop))
+    else:
+        began = time.perf_counter()
+        yield read
+        taken.append(1e3 * (time.perf_counter() - began))

@@ -1,0 +1,133 @@
+"""The operator's benchmark: what it measures, and that it refuses a wrong operator."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+import torch
+
+from path_attention.benchmarks.candidates import candidates
+from path_attention.benchmarks.measure import Job, peak_bytes, summarise, time_interleaved
+from path_attention.benchmarks.operator import BenchmarkOperator, make_inputs
+from path_attention.ops import path
+from path_attention.results import read_result
+
+CPU = torch.device("cpu")
+SMALL = {"tokens": "40,70", "heads": 2, "size": 8, "repeats": 2, "device": "cpu"}
+
+
+def job(T: int, encoding: str, name: str = "blockwise") -> Job:
+    inputs = make_inputs(1, T, 2, 2, 32, torch.float32, CPU)
+    (candidate,) = (c for c in candidates("cpu") if c.name == name)
+    call = candidate.make(inputs, encoding)
+    return Job(call, inputs.used_by(encoding), torch.ones_like(inputs.q))
+
+
+def test_writes_rows_figure_and_table(tmp_path, capsys):
+    BenchmarkOperator(**SMALL, encodings="path,path_fox,fox,nope", out=tmp_path / "x").run()
+    result = read_result(tmp_path / "x.json")
+    rows = result["rows"]
+    names = [(row["candidate"], row["encoding"]) for row in rows if row["tokens"] == 40]
+    assert names == [
+        ("sdpa", "nope"),
+        *(("blockwise", e) for e in ("path", "path_fox", "fox", "nope")),
+    ]
+    assert len(rows) == 10
+    for row in rows:
+        assert row["both_ms"] > 0 and row["peak_mib"] > 0 and row["error"] < 1e-5
+        if row["candidate"] == "sdpa":
+            assert row["both_ratio"] == 1
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    assert "blockwise" in capsys.readouterr().out
+    assert json.loads((tmp_path / "x.json").read_text()) == result
+
+
+def test_a_wrong_operator_is_not_measured(tmp_path, monkeypatch):
+    right = path.IMPLEMENTATIONS["blockwise"]
+
+    def wrong(*arguments):
+        out, lse = right(*arguments)
+        return out * 1.001, lse
+
+    monkeypatch.setitem(path.IMPLEMENTATIONS, "blockwise", wrong)
+    with pytest.raises(ValueError, match="blockwise: expected a relative error .* not measured"):
+        BenchmarkOperator(**SMALL, out=tmp_path / "x").run()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokens": "256,"}, "tokens: expected positive integers"),
+        ({"tokens": "0"}, "tokens: expected positive integers"),
+        (
+            {"encodings": "rope"},
+            "encodings: expected some of path, path_fox, fox, nope, got 'rope'",
+        ),
+        ({"candidates": "fast"}, "candidates: expected some of sdpa, blockwise, got 'fast'"),
+        ({"heads": 4, "key_heads": 3}, "key_heads: expected a divisor of 4 heads, got 3"),
+        ({"repeats": 0}, "repeats: expected at least 1, got 0"),
+        ({"device": "tpu"}, "device: expected cpu, cuda or auto, got 'tpu'"),
+        ({"device": "meta"}, "device: expected cpu, cuda or auto, got 'meta'"),
+    ],
+)
+def test_bad_options(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        BenchmarkOperator(**{**SMALL, **options}, out=tmp_path / "x").run()
+
+
+def test_peak_counts_what_is_held_at_once():
+    x = torch.ones(1000, requires_grad=True)
+
+    def call():
+        y = x * 2  # 4000 bytes, saved by exp's successor no longer than needed
+        return y.detach() * x  # 4000 more
+
+    # forward holds y (saved) and the output; backward adds the gradient of x
+    assert peak_bytes(Job(call, [x], torch.ones(1000))) == 12000
+
+
+@pytest.mark.parametrize("encoding", ["path_fox", "fox"])
+def test_peak_memory_grows_linearly(encoding):
+    peaks = [peak_bytes(job(T, encoding)) for T in (1024, 2048, 4096)]
+    assert all(b < 2.3 * a for a, b in pairwise(peaks))
+    # T² scores of one head alone would be 64 MiB in float32
+    assert peaks[-1] < 64 * 2**20
+
+
+def test_jobs_take_turns():
+    order = []
+
+    def make(name):
+        x = torch.ones(3, requires_grad=True)
+
+        def call():
+            order.append(name)
+            return x * 2
+
+        return Job(call, [x], torch.ones(3))
+
+    times = time_interleaved([make("a"), make("b")], repeats=3)
+    assert order == ["a", "b"] * 4  # the first turn warms up
+    assert [len(t) for t in times] == [3, 3]
+    assert all(t["both"] == t["forward"] + t["backward"] for taken in times for t in taken)
+
+
+def test_ratios_are_of_the_same_turn():
+    def turn(forward, backward):
+        return {"forward": forward, "backward": backward, "both": forward + backward}
+
+    anchor = [turn(1.0, 1.0), turn(10.0, 10.0), turn(2.0, 2.0)]
+    taken = [turn(3.0, 5.0), turn(20.0, 40.0), turn(6.0, 10.0)]
+    row = summarise(taken, anchor)
+    assert row["forward_ms"] == 6 and row["forward_ratio"] == 3
+    assert row["backward_ratio"] == 5 and row["both_ratio"] == 4
+
+
+def test_all_candidates_of_a_gpu_have_encodings_and_the_anchor_is_first():
+    available = candidates("cuda")
+    assert available[0].name == "sdpa_cudnn"
+    assert all(c.encodings for c in available)
+    assert "definition" not in [c.name for c in available]
