@@ -10,7 +10,6 @@ library's own attention kernel where it has one, and transport costs O(T·D²·l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -61,22 +60,19 @@ def chunk_transport(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tens
         (float64 for float64 inputs).
     """
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    B, T, HQ, D = q.shape
-    H = k.shape[2]
+    B, T, _, D = q.shape
     group = make_groups(None, B, T, BLOCK)[0]
     with torch.no_grad():
         q, k, w, beta = (x.to(dtype) for x in (q, k, w, beta))
-        moved = _start(_solve(gather(group, q, k, k, w, beta, None), group.block))
+        moved = _start(_solve(group, gather(group, q, k, k, w, beta, None)))
         for level in _levels(group):
             moved = _move(moved, level)
-    transition = moved.transition
-    if transition is None:
+        q_start, k_end = torch.empty_like(q), torch.empty_like(k)
+        scatter(group, q_start, moved.q)
+        scatter(group, k_end, moved.k)
+    if moved.transition is None:
         raise ValueError("w, beta: expected tensors, got None")
-    return (
-        moved.q[..., :T, :].reshape(B, HQ, T, D).transpose(1, 2),
-        moved.k[..., :T, :].reshape(B, H, T, D).transpose(1, 2),
-        transition.reshape(B, H, D, D),
-    )
+    return q_start, k_end, moved.transition.reshape(B, -1, D, D)
 
 
 # --- The two operators that autograd and torch.compile see ---------------------------------------
@@ -100,7 +96,7 @@ def _forward(
             group, gather(group, q, k, v, w, beta, log_forget), scale
         )
         scatter(group, out, group_out)
-        scatter(group, lse[..., None], group_lse[..., None])
+        scatter(group, lse[..., None], group_lse)
     return out, lse
 
 
@@ -124,19 +120,18 @@ def _backward(
     scale: float,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    B, T, _, _ = q.shape
+    B, T, H, _ = k.shape
     inputs = (q, k, v, w, beta, log_forget)
     grads = [q.new_empty(0 if x is None else x.shape) for x in inputs]
     # Users call backward inside autocast too, which would round every product in here.
     with torch.autocast(q.device.type, enabled=False):
         for group in make_groups(cu_seqlens, B, T, _unit(w, log_forget)):
             x = gather(group, *inputs)
-            G = x.q.shape[1]
             top = _Top(
-                to_heads(group, grad_out, G),
-                None if grad_lse is None else to_heads(group, grad_lse[..., None], G)[..., 0],
-                to_heads(group, out, G),
-                to_heads(group, lse[..., None], G)[..., 0],
+                to_heads(group, grad_out, H),
+                None if grad_lse is None else to_heads(group, grad_lse[..., None], H),
+                to_heads(group, out, H),
+                to_heads(group, lse[..., None], H)[..., 0],
             )
             parts = _attend_group_backward(group, x, top, scale)
             for grad, part in zip(grads, parts, strict=True):
@@ -195,43 +190,48 @@ class _Pairs(NamedTuple):
     count: int
     size: int
     right: int
+    length: int  # L, tokens of the sequence
 
     def left_of(self, x: Tensor) -> Tensor:
-        """[.., L, E] → [.., count, size, E], a view."""
-        return self._split(x)[..., : self.size, :]
+        """[N, L·rows, E] → [N, count, size·rows, E], a view."""
+        split, rows = self._split(x)
+        return split[..., : self.size * rows, :]
 
     def right_of(self, x: Tensor) -> Tensor:
-        """[.., L, E] → [.., count, right, E], a view."""
-        return self._split(x)[..., self.size :, :]
+        """[N, L·rows, E] → [N, count, right·rows, E], a view."""
+        split, rows = self._split(x)
+        return split[..., self.size * rows :, :]
 
     def transitions_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[.., units, D, D] → the left and the right units', [.., count, D, D] each, views."""
-        x = x[..., self.first : self.first + 2 * self.count, :, :].unflatten(-3, (self.count, 2))
-        return x[..., 0, :, :], x[..., 1, :, :]
+        """[N, units, D, D] → the left and the right units', [N, count, D, D] each, views."""
+        x = x[:, self.first : self.first + 2 * self.count].unflatten(1, (self.count, 2))
+        return x[:, :, 0], x[:, :, 1]
 
-    def _split(self, x: Tensor) -> Tensor:
-        each = self.size + self.right
-        x = x[..., self.start : self.start + self.count * each, :]
-        return x.unflatten(-2, (self.count, each))
+    def _split(self, x: Tensor) -> tuple[Tensor, int]:
+        rows = x.shape[1] // self.length
+        each = (self.size + self.right) * rows
+        x = x[:, self.start * rows : self.start * rows + self.count * each]
+        return x.unflatten(1, (self.count, each)), rows
 
 
-def _levels(group: Group) -> Iterator[list[_Pairs]]:
+def _levels(group: Group) -> list[list[_Pairs]]:
     """From one block to the whole: the full pairs, then one whose right unit is shorter."""
-    size, L = group.block, group.length
+    size, L, levels = group.block, group.length, []
     while size < L:
         full = L // (2 * size)
         rest = L - full * 2 * size
-        pairs = [_Pairs(0, 0, full, size, size)] if full else []
+        pairs = [_Pairs(0, 0, full, size, size, L)] if full else []
         if rest > size:
-            pairs.append(_Pairs(full * 2 * size, 2 * full, 1, size, rest - size))
-        yield pairs
+            pairs.append(_Pairs(full * 2 * size, 2 * full, 1, size, rest - size, L))
+        levels.append(pairs)
         size *= 2
+    return levels
 
 
 class _Moved(NamedTuple):
     """Queries at their unit's start, keys at their unit's end, and the units' transitions."""
 
-    q: Tensor  # [N, G, L, D]
+    q: Tensor  # [N, L·G, D]
     k: Tensor  # [N, L, D]
     transition: Tensor | None  # [N, units, D, D]; None without transport
 
@@ -245,7 +245,7 @@ def _move(moved: _Moved, level: list[_Pairs]) -> _Moved:
     for pairs in level:
         left, right = pairs.transitions_of(transition)
         q_right, k_left = pairs.right_of(q), pairs.left_of(k)
-        q_right.copy_(q_right @ left.mT[:, None])
+        q_right.copy_(q_right @ left.mT)
         k_left.copy_(k_left @ right)
         units.append(left @ right)
     if transition.shape[1] % 2:
@@ -254,19 +254,24 @@ def _move(moved: _Moved, level: list[_Pairs]) -> _Moved:
 
 
 def _move_backward(
-    pairs: _Pairs, q_right: Tensor, k_left: Tensor, transition: Tensor, grad: _Moved, above: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Undo one pair's move in `grad`, in place; returns the gradients of its transitions.
-
-    With q' = q P_leftᵀ, k' = k P_right, P' = P_left P_right and `above` the gradient of P'.
-    """
-    left, right = pairs.transitions_of(transition)
-    dq, dk = pairs.right_of(grad.q), pairs.left_of(grad.k)
-    dleft = (dq.mT @ q_right).sum(1) + above @ right.mT
-    dright = k_left.mT @ dk + left.mT @ above
-    dq.copy_(dq @ left[:, None])
-    dk.copy_(dk @ right.mT)
-    return dleft, dright
+    level: list[_Pairs], operands: _Operands, transition: Tensor | None, grad: _Moved
+) -> _Moved:
+    """Undo a level's move: q' = q P_leftᵀ, k' = k P_right, P' = P_left P_right; in place."""
+    if transition is None or grad.transition is None:
+        return grad
+    units = []
+    for pairs, (q_right, k_left) in zip(level, operands, strict=True):
+        left, right = pairs.transitions_of(transition)
+        above = grad.transition[:, pairs.first // 2 :][:, : pairs.count]
+        dq, dk = pairs.right_of(grad.q), pairs.left_of(grad.k)
+        dleft = dq.mT @ q_right + above @ right.mT
+        dright = k_left.mT @ dk + left.mT @ above
+        units.append(torch.stack([dleft, dright], 2).flatten(1, 2))
+        dq.copy_(dq @ left)
+        dk.copy_(dk @ right.mT)
+    if transition.shape[1] % 2:
+        units.append(grad.transition[:, -1:])
+    return grad._replace(transition=torch.cat(units, 1))
 
 
 # --- A meeting: right queries and left keys at the border between them ---------------------------
@@ -279,45 +284,24 @@ class _Meeting(NamedTuple):
     k' = [k, 1, decay from key to border for each of the group], so that q'·k' holds the gate.
     """
 
-    q: Tensor  # [N, count, G·right, E]
+    q: Tensor  # [N, count, right·G, E]
     k: Tensor  # [N, count, size, E]
     v: Tensor  # [N, count, size, E]
 
 
-def _meet(q_right: Tensor, k_left: Tensor, v_left: Tensor, gates) -> _Meeting:
-    if gates is not None:
-        from_border, to_border = gates
-        G = q_right.shape[1]
-        place = torch.eye(G, dtype=q_right.dtype, device=q_right.device)[:, None, None]
-        place = place.expand(*q_right.shape[:-1], G)
-        q_right = torch.cat([q_right, from_border[..., None], place], -1)
-        to_border = to_border.movedim(1, -1)
+def _meet(pairs: _Pairs, q_right: Tensor, k_left: Tensor, x: Heads) -> _Meeting:
+    if x.log_forget is not None:
+        # Sums of terms of one sign, kept apart: their rounding is small beside the decay itself.
+        from_border = pairs.right_of(x.log_forget).cumsum(-2)  # [N, count, right, G]
+        after = F.pad(pairs.left_of(x.log_forget)[..., 1:, :], (0, 0, 0, 1))
+        to_border = after.flip(-2).cumsum(-2).flip(-2)  # [N, count, size, G]
+        place = torch.eye(from_border.shape[-1], dtype=q_right.dtype, device=q_right.device)
+        place = place.repeat(pairs.right, 1).expand(*q_right.shape[:-1], -1)
+        q_right = torch.cat([q_right, from_border.flatten(-2)[..., None], place], -1)
         k_left = torch.cat([k_left, torch.ones_like(k_left[..., :1]), to_border], -1)
+    v_left = pairs.left_of(x.v)
     E = max(q_right.shape[-1], v_left.shape[-1])
-    return _Meeting(_fold(q_right, E), _widen(k_left, E), _widen(v_left, E))
-
-
-def _gates(pairs: _Pairs, log_forget: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """Decay from the border to each right query, and from each left key to the border.
-
-    `[N, G, count, right]` and `[N, G, count, size]`. Sums of terms of one sign, kept apart: their
-    rounding is small beside the decay itself.
-    """
-    if log_forget is None:
-        return None
-    from_border = pairs.right_of(log_forget[..., None])[..., 0].cumsum(-1)
-    after = F.pad(pairs.left_of(log_forget[..., None])[..., 1:, 0], (0, 1))
-    return from_border, after.flip(-1).cumsum(-1).flip(-1)
-
-
-def _fold(x: Tensor, E: int) -> Tensor:
-    """[N, G, count, right, ·] → [N, count, G·right, E]: a group's queries share one key head."""
-    return _widen(x, E).transpose(1, 2).flatten(2, 3)
-
-
-def _unfold(x: Tensor, G: int) -> Tensor:
-    """[N, count, G·right, ·] → [N, G, count, right, ·]."""
-    return x.unflatten(2, (G, -1)).transpose(1, 2)
+    return _Meeting(_widen(q_right, E), _widen(k_left, E), _widen(v_left, E))
 
 
 def _widen(x: Tensor, E: int) -> Tensor:
@@ -327,165 +311,157 @@ def _widen(x: Tensor, E: int) -> Tensor:
 # --- One group of sequences ----------------------------------------------------------------------
 
 
-def _blocks(x: Tensor, n: int) -> Tensor:
-    return x.unflatten(-2, (-1, n))
+def _blocks(group: Group, x: Tensor) -> Tensor:
+    """[N, L·rows, ·] → [N, blocks, n·rows, ·], a view."""
+    return x.unflatten(1, (group.length // group.block, -1))
 
 
-def _solve(x: Heads, n: int) -> ut_transform.Block:
-    beta = None if x.beta is None else x.beta.unflatten(-1, (-1, n))
-    w = None if x.w is None else _blocks(x.w, n)
-    return ut_transform.solve(_blocks(x.q, n), _blocks(x.k, n), w, beta)
+def _solve(group: Group, x: Heads) -> ut_transform.Block:
+    w = None if x.w is None else _blocks(group, x.w)
+    beta = None if x.beta is None else _blocks(group, x.beta)
+    return ut_transform.solve(_blocks(group, x.q), _blocks(group, x.k), w, beta)
 
 
 def _start(block: ut_transform.Block) -> _Moved:
     q, k, transition = ut_transform.move(block)
-    return _Moved(q.flatten(2, 3), k.flatten(1, 2), transition)
+    return _Moved(q.flatten(1, 2), k.flatten(1, 2), transition)
 
 
 def _attend_group(group: Group, x: Heads, scale: float) -> tuple[Tensor, Tensor]:
-    """Output [N, G, L, DV] and log-sum-exp [N, G, L] of one group of sequences."""
+    """Output [N, L·G, DV] and log-sum-exp [N, L·G, 1] of one group of sequences."""
     x = x._replace(q=x.q * scale)
-    G, DV = x.q.shape[1], x.v.shape[-1]
+    DV = x.v.shape[-1]
     if _is_plain(x):
         out, lse = dense.attend(*_plain(x), causal=True)
-        return out[..., :DV], lse
-    n = group.block
-    block = _solve(x, n)
-    log_forget = None if x.log_forget is None else x.log_forget.unflatten(-1, (-1, n))
-    out, lse = ut_transform.attend(block, _blocks(x.v, n), log_forget)
-    out, lse = out.flatten(2, 3), lse.flatten(2, 3)[..., None]
-    moved = _start(block)
+        return _rows(out[..., :DV]), _rows(lse[..., None])
+    block = _solve(group, x)
+    log_forget = None if x.log_forget is None else _blocks(group, x.log_forget)
+    out, lse = ut_transform.attend(block, _blocks(group, x.v), log_forget)
+    out, lse = out.flatten(1, 2), lse.flatten(1, 2)[..., None]
+    moved, levels = _start(block), _levels(group)
     del block
-    for level in _levels(group):
+    for depth, level in enumerate(levels, 1):
         for pairs in level:
-            meeting = _meet(
-                pairs.right_of(moved.q),
-                pairs.left_of(moved.k),
-                pairs.left_of(x.v),
-                _gates(pairs, x.log_forget),
-            )
+            meeting = _meet(pairs, pairs.right_of(moved.q), pairs.left_of(moved.k), x)
             part, part_lse = dense.attend(*meeting, causal=False)
-            part, part_lse = _unfold(part[..., :DV], G), _unfold(part_lse[..., None], G)
+            part, part_lse = part[..., :DV], part_lse[..., None]
             rows, rows_lse = pairs.right_of(out), pairs.right_of(lse)
             merged = torch.logaddexp(rows_lse, part_lse)
             rows.mul_((rows_lse - merged).exp_()).add_(part * (part_lse - merged).exp_())
             rows_lse.copy_(merged)
-        moved = _move(moved, level)
-    return out, lse[..., 0]
+        if depth < len(levels):
+            moved = _move(moved, level)
+    return out, lse
 
 
 class _Top(NamedTuple):
     """What arrives from above in the backward pass, head-major like `Heads`."""
 
-    grad_out: Tensor  # [N, G, L, DV]
-    grad_lse: Tensor | None  # [N, G, L]
-    out: Tensor  # [N, G, L, DV]
-    lse: Tensor  # [N, G, L]
+    grad_out: Tensor  # [N, L·G, DV]
+    grad_lse: Tensor | None  # [N, L·G, 1]
+    out: Tensor  # [N, L·G, DV]
+    lse: Tensor  # [N, L·G]
 
 
 def _attend_group_backward(
     group: Group, x: Heads, top: _Top, scale: float
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, w, β, log f, head-major; everything is recomputed from the inputs."""
+    """Gradients of q, k, v, w, β, log f, as `scatter` takes them; all is recomputed from inputs."""
     x = x._replace(q=x.q * scale)
     DV = x.v.shape[-1]
     if top.grad_lse is not None:
         # δ = rowsum(grad_out · out) − grad_lse: a column in which v is zero brings the second term.
         top = top._replace(
             grad_out=F.pad(top.grad_out, (0, 1), value=1.0),
-            out=torch.cat([top.out, -top.grad_lse[..., None]], -1),
+            out=torch.cat([top.out, -top.grad_lse], -1),
         )
         x = x._replace(v=F.pad(x.v, (0, 1)))
     if _is_plain(x):
-        q, k, v = _plain(x)
-        grad_out, out = (_widen(t, q.shape[-1]) for t in (top.grad_out, top.out))
-        dq, dk, dv = dense.attend_backward(grad_out, q, k, v, out, top.lse, causal=True)
-        dq, dk, dv = dq[..., : x.q.shape[-1]], dk.sum(1)[..., : x.k.shape[-1]], dv.sum(1)
-        return dq * scale, dk, dv[..., :DV], None, None, None
-
-    block = _solve(x, group.block)
-    kept, moved = [], _start(block)
-    for level in _levels(group):
-        kept.append((level, _keep(level, moved), moved.transition))
-        moved = _move(moved, level)
-    transition = moved.transition
+        return _plain_backward(x, top, DV, scale)
+    block = _solve(group, x)
+    levels, kept, moved = _levels(group), [], _start(block)
+    for depth, level in enumerate(levels, 1):
+        kept.append((_keep(level, moved, depth < len(levels)), moved.transition))
+        if depth < len(levels):
+            moved = _move(moved, level)
     grad = _Moved(
         torch.zeros_like(x.q),
         torch.zeros_like(x.k),
-        None if transition is None else torch.zeros_like(transition),
+        None if moved.transition is None else torch.zeros_like(moved.transition),
     )
+    del moved
     dv = torch.zeros_like(x.v)
     dlog_forget = None if x.log_forget is None else torch.zeros_like(x.log_forget)
-    while kept:
-        level, operands, transition = kept.pop()
-        dtransitions = []
-        for n, (pairs, (q_right, k_left)) in enumerate(zip(level, operands, strict=True)):
-            if transition is not None and grad.transition is not None:
-                first = pairs.first // 2
-                above = grad.transition[:, first : first + pairs.count]
-                pair = _move_backward(pairs, q_right, k_left, transition, grad, above)
-                dtransitions.append(torch.stack(pair, 2).flatten(1, 2))
+    for depth in range(len(levels), 0, -1):
+        level, (operands, transition) = levels[depth - 1], kept.pop()
+        if depth < len(levels):
+            grad = _move_backward(level, operands, transition, grad)
+        for pairs, (q_right, k_left) in zip(level, operands, strict=True):
             _meeting_backward(pairs, q_right, k_left, x, top, grad, dv, dlog_forget)
-            operands[n] = None
-        if transition is not None and grad.transition is not None:
-            if transition.shape[1] % 2:
-                dtransitions.append(grad.transition[:, -1:])
-            grad = grad._replace(transition=torch.cat(dtransitions, 1))
-    dq, dk, dw, dbeta = _blocks_backward(group.block, block, x, top, grad, dv, dlog_forget)
+        del operands, q_right, k_left
+    dq, dk, dw, dbeta = _blocks_backward(group, block, x, top, grad, dv, dlog_forget)
+    if dlog_forget is not None:
+        dlog_forget = dlog_forget.flatten(1, 2)[..., None]
     return dq * scale, dk, dv[..., :DV], dw, dbeta, dlog_forget
 
 
-def _keep(level: list[_Pairs], moved: _Moved) -> list:
+_Operands = list[tuple[Tensor, Tensor]]  # of each of a level's pairs: right queries, left keys
+
+
+def _keep(level: list[_Pairs], moved: _Moved, moves_on: bool) -> _Operands:
     """What a level's backward needs of the moved queries and keys, before the next move."""
     parts = [(pairs.right_of(moved.q), pairs.left_of(moved.k)) for pairs in level]
-    return parts if moved.transition is None else [(q.clone(), k.clone()) for q, k in parts]
+    if moved.transition is None or not moves_on:
+        return parts
+    return [(q.clone(), k.clone()) for q, k in parts]
 
 
 def _meeting_backward(pairs, q_right, k_left, x: Heads, top: _Top, grad, dv, dlog_forget) -> None:
     """Add a meeting's gradients to those of its queries, keys, values and gates, in place."""
-    G, D = x.q.shape[1], x.q.shape[-1]
-    meeting = _meet(q_right, k_left, pairs.left_of(x.v), _gates(pairs, x.log_forget))
+    D = x.q.shape[-1]
+    meeting = _meet(pairs, q_right, k_left, x)
     E = meeting.q.shape[-1]
     dq, dk, dv_left = dense.attend_backward(
-        _fold(pairs.right_of(top.grad_out), E),
+        _widen(pairs.right_of(top.grad_out), E),
         *meeting,
-        _fold(pairs.right_of(top.out), E),
-        _fold(pairs.right_of(top.lse[..., None]), 1)[..., 0],
+        _widen(pairs.right_of(top.out), E),
+        pairs.right_of(top.lse[..., None])[..., 0],
         causal=False,
     )
-    dq = _unfold(dq, G)
     pairs.right_of(grad.q).add_(dq[..., :D])
     pairs.left_of(grad.k).add_(dk[..., :D])
     pairs.left_of(dv).add_(dv_left[..., : dv.shape[-1]])
     if dlog_forget is not None:
         # A right gate is in the scores of the queries from it on, a left one in earlier keys'.
-        rows, columns = dq[..., D : D + 1], dk[..., D + 1 : D + 1 + G].movedim(-1, 1)[..., None]
-        gates = dlog_forget[..., None]
-        pairs.right_of(gates).add_(rows.flip(-2).cumsum(-2).flip(-2))
-        pairs.left_of(gates)[..., 1:, :].add_(columns.cumsum(-2)[..., :-1, :])
+        G = dlog_forget.shape[-1]
+        rows, columns = dq[..., D].unflatten(-1, (-1, G)), dk[..., D + 1 : D + 1 + G]
+        pairs.right_of(dlog_forget).add_(rows.flip(-2).cumsum(-2).flip(-2))
+        pairs.left_of(dlog_forget)[..., 1:, :].add_(columns.cumsum(-2)[..., :-1, :])
 
 
-def _blocks_backward(n: int, block, x: Heads, top: _Top, grad: _Moved, dv, dlog_forget):
+def _blocks_backward(group: Group, block, x: Heads, top: _Top, grad: _Moved, dv, dlog_forget):
     """Through the blocks: gradients of q, k, w, β; dv and dlog_forget add up in place."""
-    grad_out, out = _blocks(top.grad_out, n), _blocks(top.out, n)
-    log_forget = None if x.log_forget is None else x.log_forget.unflatten(-1, (-1, n))
+    grad_out, out = _blocks(group, top.grad_out), _blocks(group, top.out)
     dscores, dv_block, dgates = ut_transform.attend_backward(
         block,
-        _blocks(x.v, n),
-        log_forget,
+        _blocks(group, x.v),
+        None if x.log_forget is None else _blocks(group, x.log_forget),
         grad_out,
         (grad_out * out).sum(-1),
-        top.lse.unflatten(-1, (-1, n)),
+        _blocks(group, top.lse),
     )
     dv.add_(dv_block.flatten(1, 2))
     if dlog_forget is not None and dgates is not None:
-        dlog_forget.add_(dgates.flatten(2, 3))
+        dlog_forget.add_(dgates.flatten(1, 2))
     dq, dk, dw, dbeta = ut_transform.backward(
-        block, dscores, _blocks(grad.q, n), _blocks(grad.k, n), grad.transition
+        block, dscores, _blocks(group, grad.q), _blocks(group, grad.k), grad.transition
     )
     dw = None if dw is None else dw.flatten(1, 2)
-    dbeta = None if dbeta is None else dbeta.flatten(1, 2)
-    return dq.flatten(2, 3), dk.flatten(1, 2), dw, dbeta
+    dbeta = None if dbeta is None else dbeta.flatten(1, 2)[..., None]
+    return dq.flatten(1, 2), dk.flatten(1, 2), dw, dbeta
+
+
+# --- No transport and no gates: plain causal attention -------------------------------------------
 
 
 def _is_plain(x: Heads) -> bool:
@@ -494,7 +470,28 @@ def _is_plain(x: Heads) -> bool:
 
 def _plain(x: Heads) -> tuple[Tensor, Tensor, Tensor]:
     """Operands of plain causal attention, [N, G, L, E] with the key head repeated as a view."""
-    E = max(x.q.shape[-1], x.v.shape[-1])
-    q, k, v = _widen(x.q, E), _widen(x.k, E)[:, None], _widen(x.v, E)[:, None]
-    shape = q.shape[:3]
-    return q, k.expand(*shape[:2], -1, -1), v.expand(*shape[:2], -1, -1)
+    E, L = max(x.q.shape[-1], x.v.shape[-1]), x.k.shape[1]
+    q = _by_head(_widen(x.q, E), L)
+    k, v = (_widen(y, E)[:, None].expand(-1, q.shape[1], -1, -1) for y in (x.k, x.v))
+    return q, k, v
+
+
+def _plain_backward(x: Heads, top: _Top, DV: int, scale: float) -> tuple[Tensor | None, ...]:
+    q, k, v = _plain(x)
+    E, L = q.shape[-1], x.k.shape[1]
+    grad_out, out, lse = (
+        _by_head(y, L) for y in (_widen(top.grad_out, E), _widen(top.out, E), top.lse[..., None])
+    )
+    dq, dk, dv = dense.attend_backward(grad_out, q, k, v, out, lse[..., 0], causal=True)
+    D = x.q.shape[-1]
+    return _rows(dq[..., :D]) * scale, dk.sum(1)[..., :D], dv.sum(1)[..., :DV], None, None, None
+
+
+def _by_head(x: Tensor, L: int) -> Tensor:
+    """[N, L·G, E] → [N, G, L, E]."""
+    return x.unflatten(1, (L, -1)).transpose(1, 2)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[N, G, L, E] → [N, L·G, E]."""
+    return x.transpose(1, 2).flatten(1, 2)

@@ -24,14 +24,17 @@ class Group(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Head-major inputs; N is sequences × key heads, G the query heads of a key head."""
+    """Head-major inputs; N is sequences × key heads.
 
-    q: Tensor  # [N, G, L, D]
+    Each token has G rows of queries, one behind the other: the query heads that share its key.
+    """
+
+    q: Tensor  # [N, L·G, D]
     k: Tensor  # [N, L, D]
     v: Tensor  # [N, L, DV]
     w: Tensor | None  # [N, L, D]
     beta: Tensor | None  # [N, L]
-    log_forget: Tensor | None  # [N, G, L]
+    log_forget: Tensor | None  # [N, L, G]
 
 
 def make_groups(cu_seqlens: Tensor | None, B: int, T: int, unit: int | None) -> list[Group]:
@@ -62,34 +65,36 @@ def make_groups(cu_seqlens: Tensor | None, B: int, T: int, unit: int | None) -> 
     return groups
 
 
-def to_heads(group: Group, x: Tensor, G: int) -> Tensor:
-    """[B, T, H·G, E] → [n·H, G, L, E], padded with zeros: H = I, no decay, scores and lse of 0."""
-    if group.rows is None or group.valid is None:
-        if group.length > group.tokens:
-            x = F.pad(x, (0, 0, 0, 0, 0, group.length - group.tokens))
-    else:
+def to_heads(group: Group, x: Tensor, H: int) -> Tensor:
+    """[B, T, H·G, E] → [n·H, L·G, E], padded with zeros: H = I, no decay, scores and lse of 0."""
+    if group.rows is not None and group.valid is not None:
         x = x[0][group.rows].where(group.valid[..., None, None], 0)
-    n, L, HG, E = x.shape
-    return x.transpose(1, 2).reshape(n * HG // G, G, L, E)
+    elif group.length > group.tokens:
+        x = F.pad(x, (0, 0, 0, 0, 0, group.length - group.tokens))
+    n, L, heads, E = x.shape
+    return x.unflatten(2, (H, heads // H)).transpose(1, 2).reshape(n * H, L * (heads // H), E)
 
 
 def gather(group: Group, q, k, v, w, beta, log_forget) -> Heads:
-    G = q.shape[2] // k.shape[2]
+    H = k.shape[2]
+    G = q.shape[2] // H
     return Heads(
-        to_heads(group, q, G),
-        to_heads(group, k, 1)[:, 0],
-        to_heads(group, v, 1)[:, 0],
-        None if w is None else to_heads(group, w, 1)[:, 0],
-        None if beta is None else to_heads(group, beta[..., None], 1)[:, 0, :, 0],
-        None if log_forget is None else to_heads(group, log_forget[..., None], G)[..., 0],
+        to_heads(group, q, H),
+        to_heads(group, k, H),
+        to_heads(group, v, H),
+        None if w is None else to_heads(group, w, H),
+        None if beta is None else to_heads(group, beta[..., None], H)[..., 0],
+        None
+        if log_forget is None
+        else to_heads(group, log_forget[..., None], H).unflatten(1, (-1, G))[..., 0],
     )
 
 
 def scatter(group: Group, whole: Tensor, x: Tensor) -> None:
-    """Write x `[n·H, (G,) L(, E)]` to its tokens of whole `[B, T, heads, E]`."""
-    E = whole.shape[3]
-    n = whole.shape[0] if group.rows is None else group.rows.shape[0]
-    x = x.reshape(n, -1, group.length, E).transpose(1, 2)  # [n, L, heads, E]
+    """Write x `[n·H, L·G, E]` to its tokens of whole `[B, T, H·G, E]`."""
+    heads, E = whole.shape[2:]
+    G = x.shape[1] // group.length
+    x = x.reshape(-1, heads // G, group.length, G, E).transpose(1, 2).flatten(2, 3)
     if group.rows is None or group.valid is None:
         whole.copy_(x[:, : group.tokens])
     else:

@@ -1,9 +1,8 @@
 """One block of tokens: the UT transform, the scores inside the block, and their gradients.
 
-docs/algorithm.md §2 and §4. Everything is batched over blocks; queries have a group dimension that
-keys do not have. Shapes: q `[N, G, U, n, D]`, k, w `[N, U, n, D]`, v `[N, U, n, DV]`, beta
-`[N, U, n]`, log_forget `[N, G, U, n]`: N sequences × key heads, G query heads a key head, U blocks
-of n tokens.
+docs/algorithm.md §2 and §4. Everything is batched over blocks. Shapes: k, w `[N, U, n, D]`, v
+`[N, U, n, DV]`, beta `[N, U, n]`, q `[N, U, n·G, D]`, log_forget `[N, U, n, G]`: N sequences × key
+heads, U blocks of n tokens, G query heads a key head, whose queries of one token are neighbours.
 """
 
 from __future__ import annotations
@@ -20,12 +19,14 @@ class Transform(NamedTuple):
 
     w: Tensor
     beta: Tensor
+    ww: Tensor  # W Wᵀ
     inverse: Tensor  # X = (I + diag(β)·striu(W Wᵀ))⁻¹, upper triangular
     t: Tensor  # T = X diag(β)
     qw: Tensor  # tril(Q Wᵀ)
     kw: Tensor  # striu(K Wᵀ)
-    q_coefficients: Tensor  # qw Tᵀ: a query moves by subtracting them times W
     k_coefficients: Tensor  # kw T
+    to_start: Tensor  # Tᵀ W: queries lose qw times it
+    to_end: Tensor  # T W: keys lose kw times it
 
 
 class Block(NamedTuple):
@@ -40,10 +41,12 @@ def solve(q: Tensor, k: Tensor, w: Tensor | None, beta: Tensor | None) -> Block:
     """The UT transform of each block: H_1 ⋯ H_n = I − Wᵀ T W (docs/algorithm.md §2)."""
     if w is None or beta is None:
         return Block(q, k, None)
-    inverse = _invert(beta[..., None] * (w @ w.mT).triu_(1))
+    ww = w @ w.mT
+    inverse = _invert(beta[..., None] * ww.triu(1))
     t = inverse * beta[..., None, :]
-    qw, kw = (q @ w.mT[:, None]).tril_(), (k @ w.mT).triu_(1)
-    return Block(q, k, Transform(w, beta, inverse, t, qw, kw, qw @ t.mT[:, None], kw @ t))
+    qw, kw = q @ w.mT, (k @ w.mT).triu_(1)
+    qw.masked_fill_(_future(qw), 0)
+    return Block(q, k, Transform(w, beta, ww, inverse, t, qw, kw, kw @ t, t.mT @ w, t @ w))
 
 
 def move(block: Block) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -52,18 +55,14 @@ def move(block: Block) -> tuple[Tensor, Tensor, Tensor | None]:
     if u is None:
         return q, k, None
     eye = torch.eye(u.w.shape[-1], dtype=u.w.dtype, device=u.w.device)
-    return (
-        q - u.q_coefficients @ u.w[:, None],
-        k - u.k_coefficients @ u.w,
-        eye - u.w.mT @ (u.t @ u.w),
-    )
+    return q - u.qw @ u.to_start, k - u.kw @ u.to_end, eye - u.w.mT @ u.to_end
 
 
 def attend(block: Block, v: Tensor, log_forget: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Causal attention inside each block: output `[N, G, U, n, DV]`, log-sum-exp `[N, G, U, n]`."""
+    """Causal attention inside each block: output `[N, U, n·G, DV]`, log-sum-exp `[N, U, n·G]`."""
     scores = _scores(block, log_forget)
     lse = scores.logsumexp(-1)
-    return (scores - lse[..., None]).exp_() @ v[:, None], lse
+    return (scores - lse[..., None]).exp_() @ v, lse
 
 
 def attend_backward(
@@ -76,16 +75,16 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of the scores, of v and of log f through a block's share of the softmax.
 
-    delta `[N, G, U, n]` is rowsum(grad_out · out) over the whole softmax, less lse's gradient.
+    delta `[N, U, n·G]` is rowsum(grad_out · out) over the whole softmax, less lse's gradient.
     """
     p = (_scores(block, log_forget) - lse[..., None]).exp_()
-    dv = (p.mT @ grad_out).sum(1)
-    dscores = (grad_out @ v.mT[:, None]).sub_(delta[..., None]).mul_(p)
+    dscores = (grad_out @ v.mT).sub_(delta[..., None]).mul_(p)
+    dv = p.mT @ grad_out
     if log_forget is None:
         return dscores, dv, None
     # log f_t is in A_ij for j < t ≤ i.
-    later = dscores.flip(-2).cumsum(-2).flip(-2)
-    return dscores, dv, later.tril_(-1).sum(-1)
+    later = dscores.unflatten(-2, log_forget.shape[-2:]).flip(-3).cumsum(-3).flip(-3)
+    return dscores, dv, later.where(_past(later), 0).sum(-1)
 
 
 def backward(
@@ -93,30 +92,40 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of q, k, w, β from those of the scores and of `move`'s results."""
     q, k, u = block
-    dq = dscores @ k[:, None] + dq_moved
-    dk = (dscores.mT @ q).sum(1) + dk_moved
+    dq, dk = dscores @ k, dscores.mT @ q
+    dq += dq_moved
+    dk += dk_moved
     if u is None or dtransition is None:
         return dq, dk, None, None
-    w, beta, inverse, t, qw, kw, q_coefficients, k_coefficients = u
-    # The scores lose qw k_coefficientsᵀ; the moves lose coefficients times W.
-    dq_coefficients = -dq_moved @ w.mT[:, None]
-    dk_coefficients = -(dscores.mT @ qw).sum(1) - dk_moved @ w.mT
-    dw = -(q_coefficients.mT @ dq_moved).sum(1) - k_coefficients.mT @ dk_moved
-    dqw = (dq_coefficients @ t[:, None] - dscores @ k_coefficients[:, None]).tril_()
-    dkw = (dk_coefficients @ t.mT).triu_(1)
-    dt = (dq_coefficients.mT @ qw).sum(1) + kw.mT @ dk_coefficients
-    # P = I − Wᵀ T W
-    w_dp = w @ dtransition
-    dt -= w_dp @ w.mT
-    dw -= t @ (w @ dtransition.mT) + t.mT @ w_dp
+    w, beta, ww, inverse, t, qw, kw, k_coefficients, to_start, to_end = u
+    # Scores lose qw (kw T)ᵀ, queries qw Tᵀ W, keys kw T W, the transition Wᵀ T W. All signs are
+    # the same, so what follows is the gradients of what is lost; they are subtracted at the end.
+    dk_coefficients = dscores.mT @ qw
+    dto_start = qw.mT @ dq_moved
+    dto_end = kw.mT @ dk_moved
+    dto_end += w @ dtransition
+    dqw = dscores @ k_coefficients
+    dqw += dq_moved @ to_start.mT
+    dqw.masked_fill_(_future(dqw), 0)
+    dkw = dk_coefficients @ t.mT
+    dkw += dk_moved @ to_end.mT
+    dkw.triu_(1)
+    dt = kw.mT @ dk_coefficients
+    dt += w @ dto_start.mT
+    dt += dto_end @ w.mT
     # T = X diag(β), X = (I + diag(β) striu(W Wᵀ))⁻¹:  d(X⁻¹) = −Xᵀ dX Xᵀ
-    dbeta = (inverse * dt).sum(-2)
-    dsystem = -(inverse.mT @ dt @ t.mT).triu_(1)
-    dbeta += (dsystem * (w @ w.mT)).sum(-1)
+    dsystem = (inverse.mT @ dt @ t.mT).triu_(1)
+    dbeta = (inverse * dt).sum(-2) - (dsystem * ww).sum(-1)
     dww = beta[..., None] * dsystem
-    dw += (dww + dww.mT) @ w
-    dw += (dqw.mT @ q).sum(1) + dkw.mT @ k
-    return dq + dqw @ w[:, None], dk + dkw @ w, dw, dbeta
+    dw = t @ dto_start
+    dw += t.mT @ dto_end
+    dw += to_end @ dtransition.mT
+    dw += dqw.mT @ q
+    dw += dkw.mT @ k
+    dw -= (dww + dww.mT) @ w
+    dq -= dqw @ w
+    dk -= dkw @ w
+    return dq, dk, dw.neg_(), dbeta.neg_()
 
 
 def _invert(strict: Tensor) -> Tensor:
@@ -140,13 +149,24 @@ def _invert(strict: Tensor) -> Tensor:
 
 
 def _scores(block: Block, log_forget: Tensor | None) -> Tensor:
-    scores = block.q @ block.k.mT[:, None]
+    scores = block.q @ block.k.mT
     if block.transform is not None:
-        scores -= block.transform.qw @ block.transform.k_coefficients.mT[:, None]
+        scores -= block.transform.qw @ block.transform.k_coefficients.mT
     if log_forget is not None:
         # Σ_{t=j+1..i} of each pair by itself: a difference of running sums would cancel.
-        later = log_forget[..., :, None].expand(scores.shape).tril(-1)
-        scores += later.cumsum(-2)
-    n = scores.shape[-1]
-    future = torch.ones(n, n, dtype=torch.bool, device=scores.device).triu_(1)
-    return scores.masked_fill_(future, -torch.inf)
+        later = log_forget[..., None].expand(*log_forget.shape, log_forget.shape[-2])
+        scores += later.where(_past(later), 0).cumsum(-3).flatten(-3, -2)
+    return scores.masked_fill_(_future(scores), -torch.inf)
+
+
+def _future(x: Tensor) -> Tensor:
+    """Where the column's token is later than the row's; x is [.., n·G, n]."""
+    rows, n = x.shape[-2:]
+    token = torch.arange(n, device=x.device)
+    return token > token.repeat_interleave(rows // n)[:, None]
+
+
+def _past(x: Tensor) -> Tensor:
+    """Where the column's token is earlier than the row's; x is [.., n, G, n]."""
+    token = torch.arange(x.shape[-1], device=x.device)
+    return token < token[:, None, None]

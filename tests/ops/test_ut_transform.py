@@ -36,13 +36,13 @@ def literal(w: torch.Tensor, beta: torch.Tensor) -> list[torch.Tensor]:
 def test_moves_are_products_of_factors(name, lowest, n):
     w = DIRECTIONS[name](n)
     beta = lowest + (2 - lowest) * torch.rand(1, 1, n).double()
-    q, k = torch.randn(1, 1, 1, n, D).double(), torch.randn(1, 1, n, D).double()
+    q, k = torch.randn(1, 1, n, D).double(), torch.randn(1, 1, n, D).double()
     products = literal(w[0, 0], beta[0, 0])
     for dtype, tolerance in TOLERANCE.items():
         block = ut_transform.solve(*(x.to(dtype) for x in (q, k, w, beta)))
         q_start, k_end, transition = (x.double() for x in ut_transform.move(block))
-        moved = torch.stack([p @ x for p, x in zip(products, q[0, 0, 0], strict=True)])
-        assert (q_start[0, 0, 0] - moved).norm() <= tolerance * q.norm()
+        moved = torch.stack([p @ x for p, x in zip(products, q[0, 0], strict=True)])
+        assert (q_start[0, 0] - moved).norm() <= tolerance * q.norm()
         assert (transition[0, 0] - products[-1]).norm() <= tolerance * D**0.5
         rest = torch.eye(D).double()
         for j in range(n - 1, -1, -1):
@@ -55,7 +55,7 @@ def test_moves_are_products_of_factors(name, lowest, n):
 def test_the_inverse_in_float32(name, lowest):
     w = DIRECTIONS[name](64)
     beta = lowest + (2 - lowest) * torch.rand(1, 1, 64).double()
-    q, k = torch.randn(1, 1, 1, 64, D), torch.randn(1, 1, 64, D)
+    q, k = torch.randn(1, 1, 64, D), torch.randn(1, 1, 64, D)
     exact = ut_transform.solve(q.double(), k.double(), w, beta).transform
     single = ut_transform.solve(q, k, w.float(), beta.float()).transform
     assert exact is not None and single is not None
@@ -66,7 +66,7 @@ def test_the_inverse_in_float32(name, lowest):
 
 def test_a_range_of_a_block_needs_no_new_inverse():
     w, beta = DIRECTIONS["random"](64), 2 * torch.rand(1, 1, 64).double()
-    q, k = torch.randn(1, 1, 1, 64, D).double(), torch.randn(1, 1, 64, D).double()
+    q, k = torch.randn(1, 1, 64, D).double(), torch.randn(1, 1, 64, D).double()
     whole = ut_transform.solve(q, k, w, beta).transform
     part = slice(10, 31)
     sub = ut_transform.solve(q[..., part, :], k[..., part, :], w[..., part, :], beta[..., part])
@@ -77,7 +77,7 @@ def test_a_range_of_a_block_needs_no_new_inverse():
 def test_the_opposite_order_is_another_matrix():
     # The trap: a lower triangular T gives H_n ⋯ H_1.
     w, beta = DIRECTIONS["random"](10), 2 * torch.rand(1, 1, 10).double()
-    q, k = torch.randn(1, 1, 1, 10, D).double(), torch.randn(1, 1, 10, D).double()
+    q, k = torch.randn(1, 1, 10, D).double(), torch.randn(1, 1, 10, D).double()
     block = ut_transform.solve(q, k, w, beta)
     transition = ut_transform.move(block)[2]
     assert transition is not None
