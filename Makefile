@@ -60,7 +60,7 @@ demo-seed-%: $(STAMP)
 	$(COMMAND) train demo_path --seed $* --data.corpus $(DEMO)/corpus --out $(DEMO)/seed$*/path
 	$(COMMAND) train demo_rope --seed $* --data.corpus $(DEMO)/corpus --out $(DEMO)/seed$*/rope
 	$(COMMAND) evaluate perplexity $(DEMO)/seed$*/path $(DEMO)/seed$*/rope --data $(DEMO)/corpus \
-	  --lengths 256,512,1024,2048,4096 --out $(DEMO)/seed$*/perplexity
+	  --lengths 256,512,1024,2048,4096 --windows 32 --out $(DEMO)/seed$*/perplexity
 
 # The demo's two curves over several training seeds, for results/.
 seeds: $(EACH_SEED:%=demo-seed-%)

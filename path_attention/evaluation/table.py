@@ -49,5 +49,5 @@ def print_by_length(rows: Sequence[Mapping[str, Any]]) -> None:
 def _cell(row: Mapping[str, Any]) -> str:
     text = f"{row['perplexity']:,.2f}\n× {row['growth']:.3f}"
     if row["growth_low"] is not None:
-        text += f"\n[dim]{row['growth_low']:.3f}–{row['growth_high']:.3f}[/dim]"
+        text += f"\n[dim]{row['growth_low']:.2f}–{row['growth_high']:.2f}[/dim]"
     return text

@@ -91,7 +91,7 @@ def test_the_command_writes_result_and_figure(tmp_path, capsys):
     assert result["rows"][0]["seeds"] == 3
     assert (tmp_path / "all.v1.png").read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
-    assert "120.00" in shown and "4.286–11.250" in shown
+    assert "120.00" in shown and "4.29–11.25" in shown
 
 
 def test_figure_of_one_document_and_models_of_other_training_lengths(tmp_path):
