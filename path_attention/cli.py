@@ -56,6 +56,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         _run(words)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
     except _ERRORS as error:
         if os.environ.get("PATH_ATTENTION_TRACEBACK") == "1":
             raise

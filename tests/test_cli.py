@@ -94,6 +94,15 @@ def test_failures_are_one_line(error, line: str, capsys, monkeypatch) -> None:
     assert said.startswith(line) and said.count("\n") == 1
 
 
+def test_an_interruption_is_one_line(capsys, monkeypatch) -> None:
+    def interrupt(words: list[str]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_run", interrupt)
+    assert run("train") == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 def test_train_without_a_recipe_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("train") == 2
     assert run("train", "--help") == 0

@@ -43,6 +43,6 @@ def _demo(preset: str) -> Recipe:
         schedule=ScheduleRecipe(warmup_steps=40),
         steps=400,
         batch_tokens=4096,
-        checkpoint=CheckpointRecipe(every=200, keep=1),
+        checkpoint=CheckpointRecipe(every=200),
         log=LogRecipe(every=20, heldout_every=None, heldout_tokens=65536),
     )

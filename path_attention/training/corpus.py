@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 Split = Literal["train", "heldout"]
+_VOCABULARY = 4096  # tokens of a trained tokenizer, if not said
 _BATCH_CHARACTERS = 1 << 20  # of text given to the tokenizer at a time
 
 
@@ -211,15 +212,19 @@ def build_corpus(
 
 def build(
     recipe: CorpusRecipe,
-    out: str | os.PathLike[str],
+    out: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     progress: bool = True,
 ) -> TokenCorpus:
-    """As `build_corpus`, from a `CorpusRecipe`."""
-    out = Path(out)
+    """As `build_corpus`, from a `CorpusRecipe`.
+
+    With `out` None the folder is named by the fingerprint, under PATH_ATTENTION_CACHE/corpora or
+    ~/.cache/path_attention/corpora.
+    """
     documents = recipe.documents()
     tokenizer = None if recipe.tokenizer is None else tokenizers.load_tokenizer(recipe.tokenizer)
     fingerprint = _fingerprint(recipe, documents, tokenizer)
+    out = _cache() / fingerprint[:16] if out is None else Path(out)
     if (out / "corpus.json").exists():
         present = TokenCorpus.open(out)
         if present.fingerprint == fingerprint:
@@ -247,16 +252,9 @@ def build(
     return TokenCorpus.open(out)
 
 
-def cached_corpus(recipe: CorpusRecipe, progress: bool = True) -> TokenCorpus:
-    """The corpus of this recipe in the cache folder, built if it is not there.
-
-    The folder is PATH_ATTENTION_CACHE, or ~/.cache/path_attention.
-    """
-    cache = os.environ.get("PATH_ATTENTION_CACHE") or "~/.cache/path_attention"
-    documents = recipe.documents()
-    tokenizer = None if recipe.tokenizer is None else tokenizers.load_tokenizer(recipe.tokenizer)
-    fingerprint = _fingerprint(recipe, documents, tokenizer)
-    return build(recipe, Path(cache).expanduser() / "corpora" / fingerprint[:16], progress=progress)
+def _cache() -> Path:
+    folder = os.environ.get("PATH_ATTENTION_CACHE") or "~/.cache/path_attention"
+    return Path(folder).expanduser() / "corpora"
 
 
 def _fingerprint(
@@ -265,6 +263,8 @@ def _fingerprint(
     options = dataclasses.asdict(recipe)
     for name in ("sources", "include"):  # their effect is in the documents
         del options[name]
+    if tokenizer is None:
+        options["vocab_size"] = recipe.vocab_size or _VOCABULARY
     options["tokenizer"] = None if tokenizer is None else tokenizers.tokenizer_digest(tokenizer)
     content = json.dumps([FORMAT, options, documents.digest()], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()
@@ -280,7 +280,7 @@ def _train_tokenizer(recipe: CorpusRecipe, documents: Documents) -> PreTrainedTo
                 left -= len(text.encode())
                 yield text
 
-    return tokenizers.train_tokenizer(texts(), recipe.vocab_size or 4096)
+    return tokenizers.train_tokenizer(texts(), recipe.vocab_size or _VOCABULARY)
 
 
 def _batches(documents: Documents) -> Iterator[tuple[list[str], list[str]]]:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from path_attention.models import PathAttentionConfig, PathAttentionForCausalLM
 from path_attention.training.checkpoint import Checkpoints
-from path_attention.training.corpus import TokenCorpus, build, cached_corpus, summary
+from path_attention.training.corpus import TokenCorpus, build, summary
 from path_attention.training.export import export_model, write_card
 from path_attention.training.log import RunLog, read_log
 from path_attention.training.processes import (
@@ -79,7 +79,7 @@ def train(recipe: Recipe, out: str | Path, *, resume: Resume = "auto") -> Outcom
 def open_corpus(data: DataRecipe, progress: bool = True) -> TokenCorpus:
     """The corpus of a recipe, built if it is not there yet."""
     if data.corpus is None:
-        return cached_corpus(data.build, progress)
+        return build(data.build, progress=progress)
     if not (data.corpus / "corpus.json").exists():
         return build(data.build, data.corpus, progress=progress)
     corpus = TokenCorpus.open(data.corpus)

@@ -48,7 +48,7 @@ class Processes:
     def wait(self) -> None:
         """Until all processes are here."""
         if self.count > 1:
-            dist.barrier()
+            dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
     @contextmanager
     def first_does(self) -> Iterator[None]:
@@ -100,7 +100,7 @@ def start_processes(device: str = "auto") -> Iterator[Processes]:
             dist.get_rank() if joined else 0, dist.get_world_size() if joined else 1, place
         )
         return
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
     try:
         yield Processes(dist.get_rank(), dist.get_world_size(), place)
     finally:

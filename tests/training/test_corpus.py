@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import resource
 import shutil
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from small_run import write_texts
 
-from path_attention.training.corpus import CorpusRecipe, TokenCorpus, build_corpus
+from path_attention.training.corpus import CorpusRecipe, TokenCorpus, build, build_corpus
 from path_attention.training.sources import Documents
 from path_attention.training.tokenizer import END
 
@@ -248,3 +249,14 @@ def test_a_data_set_is_streamed(tmp_path: Path) -> None:
         make(name, tmp_path / "d", hub_column="body")
     with pytest.raises(ValueError, match="the hub data set .* can't be read"):
         make(f"hub:{tmp_path}/no/set", tmp_path / "e")
+
+
+def test_without_a_folder_it_goes_to_the_cache(
+    tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH_ATTENTION_CACHE", str(tmp_path))
+    recipe = CorpusRecipe(sources=(str(texts),), heldout_fraction=0.2)
+    corpus = build(recipe, progress=False)
+    assert corpus.path == tmp_path / "corpora" / corpus.fingerprint[:16]
+    same = build(dataclasses.replace(recipe, vocab_size=4096), progress=False)
+    assert same.path == corpus.path and len(list(corpus.path.parent.iterdir())) == 1
