@@ -12,10 +12,11 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from rich.console import Console
 from rich.table import Table
 
+from path_attention.benchmarks.measure import PHASES, show_time
+
 # Okabe and Ito's colours, apart for colour-blind readers; markers tell them apart in grey.
 _COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _MARKERS = "xosD^vP"
-_COLUMNS = ("forward", "backward", "both")
 
 
 def draw(result: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
@@ -36,9 +37,9 @@ def draw(result: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
             "markersize": 5,
             "label": label,
         }
-        at = [row["tokens"] for row in mine]
-        left.plot(at, [row["both_ratio"] for row in mine], **style)
-        right.plot(at, [row["peak_mib"] for row in mine], **style)
+        timed = [row for row in mine if row["both_ratio"] is not None]
+        left.plot([r["tokens"] for r in timed], [r["both_ratio"] for r in timed], **style)
+        right.plot([r["tokens"] for r in mine], [r["peak_mib"] for r in mine], **style)
     first = rows[0]["peak_mib"] / tokens[0]
     right.plot(tokens, [first * T for T in tokens], color="0.6", linestyle=":", label="linear")
     left.set_ylim(bottom=0)
@@ -65,10 +66,10 @@ def print_table(result: Mapping[str, Any]) -> None:
     table = Table(title=_title(result), caption="× time of the first candidate in the same turn")
     table.add_column("tokens", justify="right")
     table.add_column("candidate")
-    for name in (*_COLUMNS, "peak MiB", "error"):
+    for name in (*PHASES, "peak MiB", "error"):
         table.add_column(name, justify="right")
     for row in result["rows"]:
-        times = [f"{row[f'{c}_ms']:,.4g} ms  × {row[f'{c}_ratio']:.2f}" for c in _COLUMNS]
+        times = [show_time(row, phase) for phase in PHASES]
         table.add_row(
             f"{row['tokens']:,}",
             f"{row['candidate']} {row['encoding']}",
@@ -86,7 +87,8 @@ def _series(rows: list[dict[str, Any]]) -> list[tuple[tuple[str, str], str]]:
 
 def _title(result: Mapping[str, Any]) -> str:
     row = result["rows"][0]
+    threads = "" if row["threads"] is None else f", {row['threads']} threads"
     return (
         f"{result['device']}: {row['heads']} heads of {row['size']} over {row['key_heads']} key "
-        f"heads, {row['dtype']}, median of {row['repeats']}"
+        f"heads, {row['dtype']}, median of {row['repeats']}{threads}"
     )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,16 +45,26 @@ def time_interleaved(jobs: Sequence[Job], repeats: int) -> list[list[dict[str, f
 
 
 def summarise(
-    times: Sequence[dict[str, float]], anchor: Sequence[dict[str, float]]
-) -> dict[str, float]:
-    """Medians `forward_ms`, …, and medians of the ratios to the anchor in the same turn."""
-    row: dict[str, float] = {}
-    for phase in PHASES:
-        row[f"{phase}_ms"] = median(t[phase] for t in times)
-    for phase in PHASES:
-        ratios = [t[phase] / a[phase] for t, a in zip(times, anchor, strict=True)]
-        row[f"{phase}_ratio"] = median(ratios)
+    times: Sequence[dict[str, float]] | None, anchor: Sequence[dict[str, float]] | None
+) -> dict[str, float | None]:
+    """Medians `forward_ms`, …, and medians of the ratios to the anchor in the same turn.
+
+    Four digits of each; None where no times were taken.
+    """
+    row: dict[str, float | None] = {f"{p}_{unit}": None for unit in ("ms", "ratio") for p in PHASES}
+    if times is not None and anchor is not None:
+        for phase in PHASES:
+            ratios = [t[phase] / a[phase] for t, a in zip(times, anchor, strict=True)]
+            row[f"{phase}_ms"] = float(f"{median(t[phase] for t in times):.4g}")
+            row[f"{phase}_ratio"] = float(f"{median(ratios):.4g}")
     return row
+
+
+def show_time(row: Mapping[str, Any], phase: str) -> str:
+    """A row's time of a phase and its ratio to the anchor's, in words."""
+    if row[f"{phase}_ms"] is None:
+        return "–"
+    return f"{row[f'{phase}_ms']:,.4g} ms  × {row[f'{phase}_ratio']:.2f}"
 
 
 def peak_bytes(job: Job) -> int:

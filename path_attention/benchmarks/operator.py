@@ -16,6 +16,7 @@ from path_attention.benchmarks.measure import (
     Job,
     peak_bytes,
     relative_error,
+    show_time,
     summarise,
     time_interleaved,
 )
@@ -43,6 +44,8 @@ class BenchmarkOperator:
 
     tokens: str = "2048,8192"
     """Sequence lengths, with commas between."""
+    memory_tokens: str = ""
+    """Further lengths, at which peak memory alone is measured."""
     batch_tokens: int = 0
     """Tokens a batch: as many sequences as fit, at least one. 0 is one sequence."""
     heads: int = 8
@@ -85,6 +88,7 @@ class BenchmarkOperator:
     def measure(self, device: torch.device, report: Callable[[str], None]) -> list[dict[str, Any]]:
         """The rows of the result. Raises ValueError on bad options or a wrong operator."""
         tokens, chosen = _numbers("tokens", self.tokens), self._chosen(device)
+        memory_tokens = _numbers("memory_tokens", self.memory_tokens) if self.memory_tokens else []
         lowest = {
             "heads": 1,
             "size": 1,
@@ -102,11 +106,11 @@ class BenchmarkOperator:
         errors = self._check(chosen, device, dtype)
         report("the operator agrees with its definition")
         rows = []
-        for T in tokens:
+        for T in sorted({*tokens, *memory_tokens}):
             B = max(1, self.batch_tokens // T)
             inputs = make_inputs(B, T, self.heads, self._key_heads, self.size, dtype, device)
             jobs = [_job(candidate, inputs, encoding) for candidate, encoding in chosen]
-            times = time_interleaved(jobs, self.repeats)
+            times = time_interleaved(jobs, self.repeats) if T in tokens else [None] * len(jobs)
             for (candidate, encoding), job, taken in zip(chosen, jobs, times, strict=True):
                 row = {
                     "candidate": candidate.name,
@@ -119,15 +123,12 @@ class BenchmarkOperator:
                     "dtype": str(dtype).removeprefix("torch."),
                     "threads": torch.get_num_threads() if device.type == "cpu" else None,
                     "repeats": self.repeats,
-                    **{name: float(f"{x:.4g}") for name, x in summarise(taken, times[0]).items()},
+                    **summarise(taken, times[0]),
                     "peak_mib": round(peak_bytes(job) / 2**20, 2),
                     "error": float(f"{errors[candidate.name, encoding]:.2g}"),
                 }
                 rows.append(row)
-                report(
-                    f"T {T}: {candidate.name} {encoding}: {row['both_ms']:.4g} ms, "
-                    f"× {row['both_ratio']:.3g}, {row['peak_mib']:.4g} MiB"
-                )
+                report(f"T {T}: {candidate.name} {encoding}: {show_time(row, 'both')}")
         return rows
 
     @property

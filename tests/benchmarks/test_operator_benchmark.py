@@ -44,6 +44,15 @@ def test_writes_rows_figure_and_table(tmp_path, capsys):
     assert json.loads((tmp_path / "x.json").read_text()) == result
 
 
+def test_memory_alone_at_further_lengths(tmp_path):
+    options = {**SMALL, "tokens": "40", "memory_tokens": "40,90", "encodings": "path"}
+    BenchmarkOperator(**options, out=tmp_path / "x").run()
+    rows = read_result(tmp_path / "x.json")["rows"]
+    assert [row["tokens"] for row in rows] == [40, 40, 90, 90]
+    assert [row["both_ms"] is None for row in rows] == [False, False, True, True]
+    assert all(row["peak_mib"] > 0 for row in rows)
+
+
 def test_a_wrong_operator_is_not_measured(tmp_path, monkeypatch):
     right = path.IMPLEMENTATIONS["blockwise"]
 
@@ -62,6 +71,7 @@ def test_a_wrong_operator_is_not_measured(tmp_path, monkeypatch):
     [
         ({"tokens": "256,"}, "tokens: expected positive integers"),
         ({"tokens": "0"}, "tokens: expected positive integers"),
+        ({"memory_tokens": "a"}, "memory_tokens: expected positive integers"),
         (
             {"encodings": "rope"},
             "encodings: expected some of path, path_fox, fox, nope, got 'rope'",
