@@ -45,18 +45,22 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+define PROMPT
+def read_lines(path, encoding="utf-8"):
+    """Return the lines of a text file as a list."""
+    with open(path
+endef
+export PROMPT
+
 # Trains a PaTH and a RoPE model on Python's own standard library, measures both up to 16 times the
 # training length, and lets the PaTH model go on with a function. Interrupted, it goes on where it was.
 demo: demo-seed-0
 	@printf '\n%s\n\n' "The PaTH model goes on with a function:"
-	$(COMMAND) generate $(DEMO)/seed0/path --prompt-file $(DEMO)/prompt.py --max-new-tokens 160 \
+	@$(COMMAND) generate $(DEMO)/seed0/path --prompt "$$PROMPT" --max-new-tokens 100 \
 	  --temperature 0.5
 	@printf '\n%s\n' "Figure: $(DEMO)/seed0/perplexity.png"
 
 demo-seed-%: $(STAMP)
-	@mkdir -p $(DEMO)
-	@printf '%s\n' 'def read_lines(path, encoding="utf-8"):' \
-	  '    """Return the lines of a text file as a list."""' > $(DEMO)/prompt.py
 	$(COMMAND) train demo_path --seed $* --data.corpus $(DEMO)/corpus --out $(DEMO)/seed$*/path
 	$(COMMAND) train demo_rope --seed $* --data.corpus $(DEMO)/corpus --out $(DEMO)/seed$*/rope
 	$(COMMAND) evaluate perplexity $(DEMO)/seed$*/path $(DEMO)/seed$*/rope --data $(DEMO)/corpus \
