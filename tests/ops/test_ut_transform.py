@@ -64,6 +64,21 @@ def test_the_inverse_in_float32(name, lowest):
     assert error <= TOLERANCE[torch.float32] * exact.inverse.norm()
 
 
+def test_entries_of_the_inverse_are_scores_of_directions():
+    # X_ij = −β_i w_iᵀ H_{i+1} ⋯ H_{j−1} w_j
+    n = 9
+    w, beta = DIRECTIONS["random"](n), 2 * torch.rand(1, 1, n).double()
+    transform = ut_transform.solve(w, w, w, beta).transform
+    assert transform is not None
+    expected = torch.eye(n).double()
+    for i in range(n):
+        moved = w[0, 0, i]
+        for j in range(i + 1, n):
+            expected[i, j] = -beta[0, 0, i] * (moved @ w[0, 0, j])
+            moved = moved - beta[0, 0, j] * (moved @ w[0, 0, j]) * w[0, 0, j]
+    torch.testing.assert_close(transform.inverse[0, 0], expected, rtol=1e-12, atol=1e-12)
+
+
 def test_a_range_of_a_block_needs_no_new_inverse():
     w, beta = DIRECTIONS["random"](64), 2 * torch.rand(1, 1, 64).double()
     q, k = torch.randn(1, 1, 64, D).double(), torch.randn(1, 1, 64, D).double()
