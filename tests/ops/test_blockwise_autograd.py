@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch._dynamo.testing
@@ -79,15 +77,6 @@ def test_inputs_are_left_alone():
     assert all(torch.equal(a, b) for a, b in zip(x, before, strict=True))
 
 
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("two_threads")
 def test_a_hundred_gradients_are_one():
     x = leaves(make_inputs(200, B=2, heads=(4, 2), dtype=torch.float32))
     first = torch.autograd.grad(path_attention(*x).square().sum(), x)
