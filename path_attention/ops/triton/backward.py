@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from path_attention.ops.triton.primitives import (
+    FLOAT32,
     block_row,
     load_tile,
     node,
@@ -70,7 +71,7 @@ def queries_bwd_kernel(
     p_ptr += i_h.to(tl.int64) * nodes * DP * DP
     dp_ptr += i_h.to(tl.int64) * nodes * DP * DP
     o_p = o_d[:, None] * DP + o_d[None, :]
-    for down in range(0, levels):
+    for down in tl.range(0, levels, num_stages=1):
         level = levels - 1 - down
         unit = i >> level
         if (unit & 1) == 1:
@@ -85,10 +86,10 @@ def queries_bwd_kernel(
                 if unit > 1:  # q' = q P_leftᵀ went on to a higher level
                     here = node(table, unit - 1, level) * DP * DP + o_p
                     b_dqx = b_dq.to(OPERAND)
-                    b_dp = tl.dot(tl.trans(b_dqx), b_q, input_precision="ieee")
+                    b_dp = tl.dot(tl.trans(b_dqx), b_q, input_precision=FLOAT32)
                     tl.atomic_add(dp_ptr + here, b_dp, sem="relaxed")
                     b_p = tl.load(p_ptr + here).to(OPERAND)
-                    b_dq = tl.dot(b_dqx, b_p, input_precision="ieee")
+                    b_dq = tl.dot(b_dqx, b_p, input_precision=FLOAT32)
             else:
                 b_q = q_desc.load([token, i_hq * DP])
                 row_k, column_k = row_v, i_h * DP
@@ -98,15 +99,15 @@ def queries_bwd_kernel(
             for j in tl.range(0, 64 << level, BN, num_stages=STAGES):
                 b_k = k_desc.load([row_k + j, column_k])
                 b_v = v_desc.load([row_v + j, i_h * DVP])
-                b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
+                b_s = tl.dot(b_q, tl.trans(b_k), input_precision=FLOAT32) * scale
                 if GATE:
                     b_s += tl.load(p_kc + j)[None, :]
                 b_prob = tl.math.exp2(b_s - b_l[:, None])
-                b_dprob = tl.dot(b_do, tl.trans(b_v), input_precision="ieee")
+                b_dprob = tl.dot(b_do, tl.trans(b_v), input_precision=FLOAT32)
                 b_ds = b_prob * (b_dprob * grad_scale - b_delta[:, None])
                 if GATE:
                     b_rows += tl.sum(b_ds, 1)
-                b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision="ieee")
+                b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=FLOAT32)
     tl.store(dqt_ptr + row * DP + o[:, None] * DP + o_d[None, :], b_dq)
     if GATE:
         tl.store(rows_ptr + row + o, b_rows)
@@ -131,7 +132,7 @@ def keys_bwd_kernel(
     b_dv = tl.zeros([64, DVP], tl.float32)
     p_ptr += i_h.to(tl.int64) * nodes * DP * DP
     dp_ptr += i_h.to(tl.int64) * nodes * DP * DP
-    for down in range(0, levels):
+    for down in tl.range(0, levels, num_stages=1):
         level = levels - 1 - down
         unit = i >> level
         right = (unit + 1) << level
@@ -144,17 +145,17 @@ def keys_bwd_kernel(
                     here = node(table, unit + 1, level) * DP * DP
                     tile_scale = range_of(b_dk)
                     b_dkx = (b_dk * tile_scale).to(OPERAND)
-                    b_dp = tl.dot(tl.trans(b_k), b_dkx, input_precision="ieee") / tile_scale
+                    b_dp = tl.dot(tl.trans(b_k), b_dkx, input_precision=FLOAT32) / tile_scale
                     o_p = o_d[:, None] * DP + o_d[None, :]
                     tl.atomic_add(dp_ptr + here + o_p, b_dp, sem="relaxed")
                     o_p = o_d[:, None] + o_d[None, :] * DP
                     b_p = tl.load(p_ptr + here + o_p).to(OPERAND)
-                    b_dk = tl.dot(b_dkx, b_p, input_precision="ieee") / tile_scale
+                    b_dk = tl.dot(b_dkx, b_p, input_precision=FLOAT32) / tile_scale
             else:
                 b_k = k_desc.load([token, i_h * DP])
             n_rows = tl.minimum(1 << level, size - right) * 64
             row_o = token + (right - i) * 64
-            for g in range(0, G):
+            for g in tl.range(0, G, num_stages=1):
                 i_hq = i_h * G + g
                 row_l = (i_hq.to(tl.int64) * count + first + right) * 64 + o_m
                 if TRANSPORT:
@@ -170,17 +171,19 @@ def keys_bwd_kernel(
                     b_do = do_desc.load([row_o + j, i_hq * DVP])
                     b_l = tl.load(lse2_ptr + row_l + j)
                     b_delta = tl.load(delta_ptr + row_l + j)
-                    b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee") * scale
+                    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=FLOAT32) * scale
                     if GATE:
                         b_l -= tl.load(p_qc + j)
-                        b_s += b_kc[:, None]
-                    b_prob = tl.math.exp2(b_s - b_l[None, :])
-                    b_dv = tl.dot(b_prob.to(b_do.dtype), b_do, b_dv, input_precision="ieee")
-                    b_dprob = tl.dot(b_v, tl.trans(b_do), input_precision="ieee")
-                    b_ds = b_prob * (b_dprob * grad_scale - b_delta[None, :])
+                        b_s += b_kc[None, :]
+                    b_prob = tl.math.exp2(b_s - b_l[:, None])
+                    b_probx = tl.trans(b_prob.to(b_do.dtype))
+                    b_dv = tl.dot(b_probx, b_do, b_dv, input_precision=FLOAT32)
+                    b_dprob = tl.dot(b_do, tl.trans(b_v), input_precision=FLOAT32)
+                    b_ds = b_prob * (b_dprob * grad_scale - b_delta[:, None])
                     if GATE:
-                        b_columns += tl.sum(b_ds, 1)
-                    b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision="ieee")
+                        b_columns += tl.sum(b_ds, 0)
+                    b_dsx = tl.trans(b_ds.to(b_q.dtype))
+                    b_dk = tl.dot(b_dsx, b_q, b_dk, input_precision=FLOAT32)
                 if GATE:
                     p_columns = columns_ptr + (i_hq.to(tl.int64) * count + i_block) * 64 + o
                     tl.store(p_columns, tl.load(p_columns) + b_columns)

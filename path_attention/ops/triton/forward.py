@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from path_attention.ops.triton.primitives import block_row, softmax_step, stored_block
+from path_attention.ops.triton.primitives import FLOAT32, block_row, softmax_step, stored_block
 
 _COUNTS = ["count", "queries", "keys", "levels"]
 
@@ -32,7 +32,7 @@ def meet_fwd_kernel(
     b_l = tl.load(l_ptr + row + o)
     b_acc = tl.load(acc_ptr + row * DVP + o[:, None] * DVP + o_v[None, :])
     scale = tl.load(range_ptr + 2)
-    for level in range(1, levels):
+    for level in tl.range(1, levels, num_stages=1):
         unit = i >> level
         if (unit & 1) == 1:
             left = (unit - 1) << level
@@ -51,7 +51,7 @@ def meet_fwd_kernel(
                 b_m -= b_qc
             for j in tl.range(0, 64 << level, BN, num_stages=STAGES):
                 b_k = k_desc.load([row_k + j, column_k])
-                b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+                b_s = tl.dot(b_q, tl.trans(b_k), input_precision=FLOAT32)
                 b_v = v_desc.load([row_v + j, i_h * DVP])
                 if GATE:
                     b_s = b_s * scale + tl.load(p_kc + j)[None, :]

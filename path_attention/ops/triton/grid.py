@@ -24,6 +24,7 @@ class Grid:
         blocks: int32 `[count, 4]`: first token's row, valid rows, index in its sequence, sequence.
         sequences: int32 `[n, 2 + 3·levels]`: blocks, first block, then for each level where its
             queries, its keys and its transitions start.
+        positions: int64 `[tokens]`, each token's place among the padded rows of all blocks.
         levels: at which some pair of units meets.
         queries, keys: blocks that all levels store.
         nodes: transitions of complete units, over all levels.
@@ -31,6 +32,7 @@ class Grid:
 
     blocks: Tensor
     sequences: Tensor
+    positions: Tensor
     count: int
     levels: int
     queries: int
@@ -63,4 +65,7 @@ def make_grid(lengths: tuple[int, ...], device: torch.device) -> Grid:
     valid = (ends[sequence] - token).clamp(max=BLOCK)
     blocks = torch.stack([token, valid, index, sequence], 1).to(torch.int32)
     table = torch.tensor(rows, dtype=torch.int32)
-    return Grid(blocks.to(device), table.to(device), first, levels, queries, keys, nodes)
+    offset = torch.arange(BLOCK)
+    positions = (torch.arange(first)[:, None] * BLOCK + offset)[offset < valid[:, None]]
+    tables = (x.to(device) for x in (blocks, table, positions))
+    return Grid(*tables, first, levels, queries, keys, nodes)

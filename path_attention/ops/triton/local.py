@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from path_attention.ops.triton.primitives import (
+    FLOAT32,
     block_row,
     dot_exact,
     load_tile,
@@ -35,12 +36,14 @@ def gates_fwd_kernel(
     o = tl.arange(0, 64)
     c_ptr += i_hq * total + token - i * 64  # of the sequence
     b_c = tl.load(c_ptr + i * 64 + o, o < valid, other=0.0)
-    for level in range(0, levels):
+    for level in tl.range(0, levels, num_stages=1):
         unit = i >> level
         if (unit & 1) == 1:
             b_border = tl.load(c_ptr + (unit << level) * 64 - 1)
             at = i_hq * queries + stored_block(table, i, level, 0)
-            tl.store(qc_ptr + at * 64 + o, tl.where(o < valid, (b_c - b_border), 0.0).to(tl.float32))
+            tl.store(
+                qc_ptr + at * 64 + o, tl.where(o < valid, (b_c - b_border), 0.0).to(tl.float32)
+            )
         elif ((unit + 1) << level) < size:
             b_border = tl.load(c_ptr + ((unit + 1) << level) * 64 - 1)
             at = i_hq * keys + stored_block(table, i, level, 1)
@@ -54,9 +57,9 @@ def local_scores(
 ):  # fmt: skip
     """Causal scores of a block against itself, base 2. [64, 64]"""
     o = tl.arange(0, 64)
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=FLOAT32)
     if TRANSPORT:
-        b_s -= tl.dot(b_qw, tl.trans(b_e), input_precision="ieee")
+        b_s -= tl.dot(b_qw, tl.trans(b_e), input_precision=FLOAT32)
     b_s *= logit_scale
     if GATE:
         b_c = tl.load(c_ptr + token + o, o < valid, other=0.0)
@@ -87,7 +90,7 @@ def queries_fwd_kernel(
     if TRANSPORT:
         b_q = (b_q.to(tl.float32) * tl.load(range_ptr)).to(OPERAND)
         b_w = load_tile(w_ptr + i_h * stride_wh, token, stride_wt, o, o_d, valid, D)
-        b_qw = tl.dot(b_q, tl.trans(b_w.to(OPERAND)), input_precision="ieee")
+        b_qw = tl.dot(b_q, tl.trans(b_w.to(OPERAND)), input_precision=FLOAT32)
         b_qw = tl.where(o[:, None] >= o[None, :], b_qw, 0.0).to(OPERAND)
     if ATTEND:
         b_k = load_tile(k_ptr + i_h * stride_kh, token, stride_kt, o, o_d, valid, D)
@@ -103,10 +106,10 @@ def queries_fwd_kernel(
         b_m = tl.max(b_s, 1)
         b_p = tl.math.exp2(b_s - b_m[:, None])
         b_l = tl.sum(b_p, 1)
-        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")
+        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, input_precision=FLOAT32)
     if TRANSPORT:
         b_g = tl.load(g_ptr + here * 64 * DP + o_tile)
-        b_x = b_q.to(tl.float32) - tl.dot(b_qw, b_g, input_precision="ieee")
+        b_x = b_q.to(tl.float32) - tl.dot(b_qw, b_g, input_precision=FLOAT32)
         b_q = b_x.to(OPERAND)
     if ATTEND:
         if (i & 1) == 1:
@@ -115,7 +118,7 @@ def queries_fwd_kernel(
                 b_k = tl.load(kh_ptr + at * 64 * DP + o_tile)
             else:
                 b_k = load_tile(k_ptr + i_h * stride_kh, token - 64, stride_kt, o, o_d, 64, D)
-            b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * tl.load(range_ptr + 2)
+            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=FLOAT32) * tl.load(range_ptr + 2)
             if GATE:
                 at_q = i_hq.to(tl.int64) * queries + stored_block(table, i, 0, 0)
                 at_k = i_hq.to(tl.int64) * keys + stored_block(table, i - 1, 0, 1)
@@ -131,106 +134,112 @@ def queries_fwd_kernel(
         o_p = o_d[:, None] + o_d[None, :] * DP  # transposed
         p_ptr += i_h.to(tl.int64) * nodes * DP * DP
         qh_ptr += i_hq.to(tl.int64) * queries * 64 * DP
-        for level in range(0, levels):
+        for level in tl.range(0, levels, num_stages=1):
             unit = i >> level
             if (unit & 1) == 1:
                 at = stored_block(table, i, level, 0).to(tl.int64)
                 tl.store(qh_ptr + at * 64 * DP + o_tile, b_x.to(OPERAND))
                 if unit > 1:
-                    b_p = tl.load(p_ptr + node(table, unit - 1, level) * DP * DP + o_p)
-                    b_x = dot_exact(b_x, b_p, OPERAND)
+                    b_move = tl.load(p_ptr + node(table, unit - 1, level) * DP * DP + o_p)
+                    b_x = dot_exact(b_x, b_move, OPERAND)
 
 
-@triton.jit(do_not_specialize=_COUNTS)
+@triton.jit(do_not_specialize=[*_COUNTS, "g"])
 def local_bwd_kernel(
     q_ptr, k_ptr, v_ptr, w_ptr, do_ptr, c_ptr, e_ptr, g_ptr, range_ptr, lse2_ptr, delta_ptr,
     dqt_ptr, dkt_ptr, dvt_ptr, rows_ptr, columns_ptr,
     dq_ptr, dk_ptr, dv_ptr, dkl_ptr, de_ptr, dg_ptr, dw_ptr, blocks_ptr, sequences_ptr,
-    count, levels, total,
+    count, levels, total, g,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_wt, stride_wh,
     stride_dt, stride_dh, stride_dqt, stride_dqh, stride_dkt, stride_dkh, stride_dvt, stride_dvh,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     TRANSPORT: tl.constexpr, GATE: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """Gradients through a block's own scores and its queries' move: final dq, dv.
+    """Gradients through a block's own scores and its queries' move, for the g-th head of a group.
 
-    With Q̃ = Q − tril(Q Wᵀ) G and A = Q Kᵀ − tril(Q Wᵀ) Eᵀ. Without transport dk is
-    final too; with it, dE, dG and a share of dK and dW go to `block_bwd_kernel`.
+    With Q̃ = Q − tril(Q Wᵀ) G and A = Q Kᵀ − tril(Q Wᵀ) Eᵀ. Final: dq; after the last head dv and,
+    without transport, dk. With it, dE, dG and a share of dK and dW go to `block_bwd_kernel`. A group's
+    heads come one launch after another and add up.
     """
     i_block, i_h = tl.program_id(0), tl.program_id(1)
+    i_hq = i_h * G + g
     token, valid, _, _, _, _ = block_row(blocks_ptr, sequences_ptr, i_block, levels)
     o, o_d, o_v = tl.arange(0, 64), tl.arange(0, DP), tl.arange(0, DVP)
     here = i_h.to(tl.int64) * count + i_block
+    row = (i_hq.to(tl.int64) * count + i_block) * 64
     o_tile = here * 64 * DP + o[:, None] * DP + o_d[None, :]
+    o_value = here * 64 * DVP + o[:, None] * DVP + o_v[None, :]
+    o_square = here * 4096 + o[:, None] * 64 + o[None, :]
     inside = o < valid
     lower = o[:, None] >= o[None, :]
     m_d = inside[:, None] & (o_d[None, :] < D)
     t = token.to(tl.int64)
-    logit_scale = tl.load(range_ptr + 2)
-    grad_scale = tl.load(range_ptr + 3)
+    b_q = load_tile(q_ptr + i_hq * stride_qh, token, stride_qt, o, o_d, valid, D)
     b_k = load_tile(k_ptr + i_h * stride_kh, token, stride_kt, o, o_d, valid, D)
-    b_v = load_tile(v_ptr + i_h * stride_vh, token, stride_vt, o, o_v, valid, DV)
-    b_dv = tl.load(dvt_ptr + here * 64 * DVP + o[:, None] * DVP + o_v[None, :])
-    b_w = b_k
+    b_qw = b_q
     b_e = b_k
     if TRANSPORT:
-        b_dk = tl.zeros([64, DP], tl.float32)
-        b_k = (b_k.to(tl.float32) * tl.load(range_ptr + 1)).to(OPERAND)
         b_w = load_tile(w_ptr + i_h * stride_wh, token, stride_wt, o, o_d, valid, D).to(OPERAND)
-        b_e = tl.load(e_ptr + here * 4096 + o[:, None] * 64 + o[None, :])
-        b_g = tl.load(g_ptr + o_tile)
-        b_de = tl.zeros([64, 64], tl.float32)
-        b_dg = tl.zeros([64, DP], tl.float32)
-        b_dw = tl.zeros([64, DP], tl.float32)
+        b_q = (b_q.to(tl.float32) * tl.load(range_ptr)).to(OPERAND)
+        b_k = (b_k.to(tl.float32) * tl.load(range_ptr + 1)).to(OPERAND)
+        b_e = tl.load(e_ptr + o_square)
+        b_qw = tl.dot(b_q, tl.trans(b_w), input_precision=FLOAT32)
+        b_qw = tl.where(lower, b_qw, 0.0).to(OPERAND)
+    b_s = local_scores(
+        b_q, b_k, b_qw, b_e, tl.load(range_ptr + 2), c_ptr + i_hq.to(tl.int64) * total, token,
+        valid, TRANSPORT, GATE,
+    )  # fmt: skip
+    b_p = tl.math.exp2(b_s - tl.load(lse2_ptr + row + o)[:, None])
+    b_do = load_tile(do_ptr + i_hq * stride_dh, token, stride_dt, o, o_v, valid, DV)
+    b_v = load_tile(v_ptr + i_h * stride_vh, token, stride_vt, o, o_v, valid, DV)
+    b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=FLOAT32)
+    b_ds = b_p * (b_dp * tl.load(range_ptr + 3) - tl.load(delta_ptr + row + o)[:, None])
+    b_dv = tl.load(dvt_ptr + o_value)
+    b_dv = tl.dot(tl.trans(b_p).to(b_do.dtype), b_do, b_dv, input_precision=FLOAT32)
+    if g < G - 1:
+        tl.store(dvt_ptr + o_value, b_dv)
     else:
-        b_dk = tl.load(dkt_ptr + o_tile)
-    for g in range(0, G):
-        i_hq = i_h * G + g
-        row = (i_hq.to(tl.int64) * count + i_block) * 64
-        b_q = load_tile(q_ptr + i_hq * stride_qh, token, stride_qt, o, o_d, valid, D)
-        b_do = load_tile(do_ptr + i_hq * stride_dh, token, stride_dt, o, o_v, valid, DV)
-        b_dq = tl.load(dqt_ptr + row * DP + o[:, None] * DP + o_d[None, :])
-        b_qw = b_q
-        if TRANSPORT:
-            b_q = (b_q.to(tl.float32) * tl.load(range_ptr)).to(OPERAND)
-            b_qw = tl.dot(b_q, tl.trans(b_w), input_precision="ieee")
-            b_qw = tl.where(lower, b_qw, 0.0).to(OPERAND)
-        b_s = local_scores(
-            b_q, b_k, b_qw, b_e, logit_scale, c_ptr + i_hq.to(tl.int64) * total, token, valid,
-            TRANSPORT, GATE,
-        )  # fmt: skip
-        b_p = tl.math.exp2(b_s - tl.load(lse2_ptr + row + o)[:, None])
-        b_dv = tl.dot(tl.trans(b_p).to(b_do.dtype), b_do, b_dv, input_precision="ieee")
-        b_dp = tl.dot(b_do, tl.trans(b_v), input_precision="ieee")
-        b_ds = b_p * (b_dp * grad_scale - tl.load(delta_ptr + row + o)[:, None])
-        if GATE:
-            p_rows, p_columns = rows_ptr + row + o, columns_ptr + row + o
-            tl.store(p_rows, tl.load(p_rows) + tl.sum(b_ds, 1))
-            tl.store(p_columns, tl.load(p_columns) + tl.sum(b_ds, 0))
-        b_ds = b_ds.to(b_q.dtype)
-        b_dk = tl.dot(tl.trans(b_ds), b_q, b_dk, input_precision="ieee")
-        if TRANSPORT:
-            b_dqx = b_dq.to(OPERAND)
-            b_de -= tl.dot(tl.trans(b_ds), b_qw, input_precision="ieee")
-            b_dqw = tl.dot(b_dqx, tl.trans(b_g), input_precision="ieee")
-            b_dqw = tl.dot(b_ds, b_e, b_dqw, input_precision="ieee")
-            b_dqw = tl.where(lower, -b_dqw, 0.0).to(OPERAND)
-            b_dg -= tl.dot(tl.trans(b_qw), b_dqx, input_precision="ieee")
-            b_dw = tl.dot(tl.trans(b_dqw), b_q, b_dw, input_precision="ieee")
-            b_dq = tl.dot(b_dqw, b_w, b_dq, input_precision="ieee")
-        b_dq = tl.dot(b_ds, b_k, b_dq, input_precision="ieee") * tl.load(range_ptr + 4)
-        p_dq = dq_ptr + i_hq * stride_dqh + t * stride_dqt
-        b_dq = b_dq.to(dq_ptr.dtype.element_ty)
-        tl.store(p_dq + o[:, None] * stride_dqt + o_d[None, :], b_dq, m_d)
-    p_dv = dv_ptr + i_h * stride_dvh + t * stride_dvt
-    m_v = inside[:, None] & (o_v[None, :] < DV)
-    tl.store(p_dv + o[:, None] * stride_dvt + o_v[None, :], b_dv.to(dv_ptr.dtype.element_ty), m_v)
+        p_dv = dv_ptr + i_h * stride_dvh + t * stride_dvt
+        m_v = inside[:, None] & (o_v[None, :] < DV)
+        p_dv += o[:, None] * stride_dvt + o_v[None, :]
+        tl.store(p_dv, b_dv.to(dv_ptr.dtype.element_ty), m_v)
+    if GATE:
+        p_rows, p_columns = rows_ptr + row + o, columns_ptr + row + o
+        tl.store(p_rows, tl.load(p_rows) + tl.sum(b_ds, 1))
+        tl.store(p_columns, tl.load(p_columns) + tl.sum(b_ds, 0))
+    b_ds = b_ds.to(b_q.dtype)
+    b_dq = tl.load(dqt_ptr + row * DP + o[:, None] * DP + o_d[None, :])
     if TRANSPORT:
-        tl.store(dkl_ptr + o_tile, b_dk)
-        tl.store(de_ptr + here * 4096 + o[:, None] * 64 + o[None, :], b_de)
+        b_dqx = b_dq.to(OPERAND)
+        b_de = -tl.dot(tl.trans(b_ds), b_qw, input_precision=FLOAT32)
+        b_dg = -tl.dot(tl.trans(b_qw), b_dqx, input_precision=FLOAT32)
+        if g > 0:
+            b_de += tl.load(de_ptr + o_square)
+            b_dg += tl.load(dg_ptr + o_tile)
+        tl.store(de_ptr + o_square, b_de)
         tl.store(dg_ptr + o_tile, b_dg)
+        b_dqw = tl.dot(b_dqx, tl.trans(tl.load(g_ptr + o_tile)), input_precision=FLOAT32)
+        b_dqw = tl.dot(b_ds, b_e, b_dqw, input_precision=FLOAT32)
+        b_dqw = tl.where(lower, -b_dqw, 0.0).to(OPERAND)
+        b_dw = tl.dot(tl.trans(b_dqw), b_q, input_precision=FLOAT32)
+        if g > 0:
+            b_dw += tl.load(dw_ptr + o_tile)
         tl.store(dw_ptr + o_tile, b_dw)
+        b_dq = tl.dot(b_dqw, b_w, b_dq, input_precision=FLOAT32)
+    b_dq = tl.dot(b_ds, b_k, b_dq, input_precision=FLOAT32) * tl.load(range_ptr + 4)
+    p_dq = dq_ptr + i_hq * stride_dqh + t * stride_dqt
+    tl.store(p_dq + o[:, None] * stride_dqt + o_d[None, :], b_dq.to(dq_ptr.dtype.element_ty), m_d)
+    b_dk = tl.dot(tl.trans(b_ds), b_q, input_precision=FLOAT32)
+    if TRANSPORT:
+        if g > 0:
+            b_dk += tl.load(dkl_ptr + o_tile)
+        tl.store(dkl_ptr + o_tile, b_dk)
     else:
-        p_dk = dk_ptr + i_h * stride_dkh + t * stride_dkt
-        b_dk = (b_dk * tl.load(range_ptr + 5)).to(dk_ptr.dtype.element_ty)
-        tl.store(p_dk + o[:, None] * stride_dkt + o_d[None, :], b_dk, m_d)
+        b_dk += tl.load(dkt_ptr + o_tile)
+        if g < G - 1:
+            tl.store(dkt_ptr + o_tile, b_dk)
+        else:
+            p_dk = dk_ptr + i_h * stride_dkh + t * stride_dkt
+            p_dk += o[:, None] * stride_dkt + o_d[None, :]
+            b_dk *= tl.load(range_ptr + 5)
+            tl.store(p_dk, b_dk.to(dk_ptr.dtype.element_ty), m_d)

@@ -33,7 +33,6 @@ from path_attention.ops.triton.tiles import Tiles, choose_tiles
 from path_attention.ops.triton.transition import (
     block_bwd_kernel,
     block_fwd_kernel,
-    inverse_fwd_kernel,
     keys_fwd_kernel,
     tree_bwd_kernel,
     tree_fwd_kernel,
@@ -72,10 +71,9 @@ class _Call(NamedTuple):
     v: Tensor
     w: Tensor | None
     beta: Tensor | None
-    decay: Tensor | None  # [HQ, B·T] float64, running sums of log2 of the gate
+    decay: Tensor | None  # [HQ, ≥ B·T] float64, running sums of log2 of the gate
     grid: Grid
     tiles: Tiles
-    total: int
     H: int
     G: int
     operand: torch.dtype  # of moved queries and keys
@@ -83,6 +81,10 @@ class _Call(NamedTuple):
     @property
     def tables(self) -> tuple[Tensor, Tensor]:
         return self.grid.blocks, self.grid.sequences
+
+    @property
+    def decay_row(self) -> int:
+        return 0 if self.decay is None else self.decay.stride(0)
 
     @property
     def kinds(self) -> dict:
@@ -95,7 +97,9 @@ class _Call(NamedTuple):
 
     @property
     def kernel_operand(self):
-        return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}.get(self.operand, tl.float32)
+        return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}.get(
+            self.operand, tl.float32
+        )
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.q.new_empty(shape, dtype=dtype)
@@ -135,11 +139,13 @@ def _make_call(q, k, v, w, beta, log_forget, lengths: Tensor | None) -> _Call:
     grid = make_grid((T,) * B if lengths is None else tuple(lengths.tolist()), q.device)
     transport = w is not None
     operand = torch.float16 if transport and q.dtype != torch.float32 else q.dtype
-    tiles = choose_tiles(D, DV, operand, transport, log_forget is not None, _shared_memory(q.device))
+    tiles = choose_tiles(
+        D, DV, operand, transport, log_forget is not None, _shared_memory(q.device)
+    )
     decay = None
     if log_forget is not None:
-        log_forget = log_forget.flatten(0, 1).double().clamp(min=_LOWEST_LOG_FORGET)
-        decay = (log_forget * _LOG2_E).cumsum(0).T.contiguous()
+        log_forget = log_forget.flatten(0, 1).T.double().clamp(min=_LOWEST_LOG_FORGET)
+        decay = _running_sum(log_forget * _LOG2_E)
     return _Call(
         _rows(q),
         _rows(k),
@@ -149,11 +155,20 @@ def _make_call(q, k, v, w, beta, log_forget, lengths: Tensor | None) -> _Call:
         decay,
         grid,
         tiles,
-        B * T,
         H,
         HQ // H,
         operand,
     )
+
+
+def _running_sum(x: Tensor) -> Tensor:
+    """Running sums of each row, padded to a multiple of 256: of pieces, then of the pieces' totals.
+
+    (One long scan a row would leave most of the device idle.)
+    """
+    pieces = F.pad(x, (0, -x.shape[1] % 256)).unflatten(1, (-1, 256)).cumsum(2)
+    totals = pieces[:, :, -1]
+    return (pieces + (totals.cumsum(1) - totals)[:, :, None]).flatten(1)
 
 
 def _shared_memory(device: torch.device) -> int:
@@ -174,7 +189,7 @@ def _public(x: Tensor, width: int, rows: int) -> TensorDescriptor:
     """Tiles [rows, width] of [tokens, heads, D], padded to a width of its own where it must be."""
     tokens, heads, D = x.shape
     aligned = x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
-    if D != width or x.stride(1) != width or not aligned:
+    if width != D or x.stride(1) != width or not aligned:
         x = F.pad(x, (0, width - D)).contiguous()
     return TensorDescriptor(x, [tokens, heads * width], [x.stride(0), 1], [rows, width])
 
@@ -197,23 +212,20 @@ def _move(c: _Call, ranges: Tensor, softmax: _Softmax | None) -> _Moved:
         key_gates = c.empty(HQ, max(1, grid.keys), 64)
         gates_fwd_kernel[(blocks, HQ)](
             c.decay, query_gates, key_gates, *c.tables, blocks, grid.queries, grid.keys,
-            grid.levels, c.total, num_warps=1,
+            grid.levels, c.decay_row, num_warps=1,
         )  # fmt: skip
     if w is not None and beta is not None:
-        inverse = c.empty(H, blocks, 64, 64)
-        inverse_fwd_kernel[(blocks, H)](
-            w, beta, inverse, *c.tables, blocks, grid.levels, *_strides(w, beta), D=t.D,
-            num_warps=4, **common,
-        )  # fmt: skip
+        backward = softmax is None
+        inverse = c.empty(H, blocks, 64, 64) if backward else None
         kt = c.empty(H, blocks, 64, DP, dtype=c.operand)
         coefficients = c.empty(H, blocks, 64, 64, dtype=c.operand)
         g = c.empty(H, blocks, 64, DP, dtype=c.operand)
         transitions = c.empty(H, max(1, grid.nodes), DP, DP)
         tile = min(64, DP)
         block_fwd_kernel[(blocks, H)](
-            c.k, w, beta, inverse, ranges, kt, coefficients, g, transitions, *c.tables, blocks,
-            grid.nodes, grid.levels, *_strides(c.k, w, beta), D=t.D, DC=tile,
-            num_warps=t.block_warps, **common,
+            c.k, w, beta, ranges, _or(inverse, ranges), kt, coefficients, g, transitions,
+            *c.tables, blocks, grid.nodes, grid.levels, *_strides(c.k, w, beta), D=t.D, DC=tile,
+            KEEP_INVERSE=backward, num_warps=t.block_warps, **common,
         )  # fmt: skip
         for level in range(1, grid.levels):
             tree_fwd_kernel[(blocks, H, (DP // tile) ** 2)](
@@ -234,7 +246,7 @@ def _move(c: _Call, ranges: Tensor, softmax: _Softmax | None) -> _Moved:
             c.q, c.k, c.v, w, _or(c.decay, ranges), _or(coefficients, c.q), _or(g, c.q),
             _or(transitions, ranges), _or(keys, c.q), _or(query_gates, ranges),
             _or(key_gates, ranges), ranges, _or(queries, c.q), acc, m, l, *c.tables, blocks,
-            grid.nodes, grid.queries, grid.keys, grid.levels, c.total,
+            grid.nodes, grid.queries, grid.keys, grid.levels, c.decay_row,
             *_strides(c.q, c.k, c.v, w), ATTEND=softmax is not None, OPERAND=c.kernel_operand,
             num_warps=t.walk_warps, **c.sizes, **c.kinds,
         )  # fmt: skip
@@ -316,9 +328,10 @@ def _backward(
         _blocks_backward(c, moved, ranges, top, partial, grads)
         if log_forget is not None:
             # log f_t is in A_ij for j < t ≤ i.
-            crossing = _token_order(c, partial.rows - partial.columns).double()
-            crossing = crossing.flip(0).cumsum(0).flip(0) * ranges[7]
-            grads.log_forget.copy_(crossing.view_as(log_forget))
+            crossing = (partial.rows - partial.columns).flatten(1).double()
+            crossing = _running_sum(crossing.flip(1))[:, : crossing.shape[1]].flip(1) * ranges[7]
+            crossing = crossing.index_select(1, c.grid.positions)  # [HQ, B·T]
+            grads.log_forget.copy_(crossing.T.view_as(log_forget))
     return tuple(grads)  # type: ignore[return-value]
 
 
@@ -421,13 +434,14 @@ def _blocks_backward(
         de = c.empty(H, blocks, 64, 64)
     w = _or(c.w, c.k)
     dq, dk, dv = (x.flatten(0, 1) for x in (grads.q, grads.k, grads.v))
-    local_bwd_kernel[(blocks, H)](
-        c.q, c.k, c.v, w, top.grad_out, _or(c.decay, ranges), _or(moved.coefficients, c.q),
-        _or(moved.g, c.q), ranges, top.lse, top.delta, partial.q, partial.k, partial.v,
-        partial.rows, partial.columns, dq, dk, dv, dkl, de, dg, dwl, *c.tables, blocks,
-        grid.levels, c.total, *_strides(c.q, c.k, c.v, w, top.grad_out, dq, dk, dv),
-        num_warps=t.local_warps, OPERAND=c.kernel_operand, **c.sizes, **c.kinds,
-    )  # fmt: skip
+    for g in range(c.G):
+        local_bwd_kernel[(blocks, H)](
+            c.q, c.k, c.v, w, top.grad_out, _or(c.decay, ranges), _or(moved.coefficients, c.q),
+            _or(moved.g, c.q), ranges, top.lse, top.delta, partial.q, partial.k, partial.v,
+            partial.rows, partial.columns, dq, dk, dv, dkl, de, dg, dwl, *c.tables, blocks,
+            grid.levels, c.decay_row, g, *_strides(c.q, c.k, c.v, w, top.grad_out, dq, dk, dv),
+            num_warps=t.local_warps, OPERAND=c.kernel_operand, **c.sizes, **c.kinds,
+        )  # fmt: skip
     if c.w is None or c.beta is None:
         return
     dw, dbeta = grads.w.flatten(0, 1), grads.beta.flatten(0, 1)
@@ -435,17 +449,8 @@ def _blocks_backward(
         c.k, c.w, c.beta, moved.inverse, moved.coefficients, moved.g, ranges, partial.k, dkl, de,
         dg, dwl, partial.transitions, dk, dw, dbeta, *c.tables, blocks, grid.nodes, grid.levels,
         *_strides(c.k, c.w, c.beta, dk, dw, dbeta), D=t.D, DP=DP, OPERAND=c.kernel_operand,
-        num_warps=t.local_warps,
+        num_warps=t.block_bwd_warps,
     )  # fmt: skip
-
-
-def _token_order(c: _Call, x: Tensor) -> Tensor:
-    """[HQ, blocks, 64] → [B·T, HQ]."""
-    blocks = c.grid.blocks
-    tokens = blocks[:, :1] + torch.arange(64, device=x.device)
-    last = blocks[:, :1] + blocks[:, 1:2] - 1
-    out = x.new_zeros(c.total, x.shape[0])
-    return out.index_add_(0, torch.minimum(tokens, last).flatten().long(), x.flatten(1).T)
 
 
 def _setup_context(ctx, inputs, output):

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
+
+# Float32 operands as three bfloat16 each, six products: right to float32. The interpreter has plain ones.
+FLOAT32: tl.constexpr = tl.constexpr(
+    "ieee" if os.environ.get("TRITON_INTERPRET") == "1" else "bf16x6"
+)
 
 
 @triton.jit
@@ -48,8 +55,8 @@ def dot_exact(a, b, OPERAND: tl.constexpr):
 
     16-bit OPERAND: each tile as a float16 sum high + low, three products of the four.
     """
-    if OPERAND == tl.float32:
-        c = tl.dot(a, b, input_precision="ieee")
+    if tl.float32 == OPERAND:
+        c = tl.dot(a, b, input_precision=FLOAT32)
     else:
         a_high, b_high = a.to(tl.float16), b.to(tl.float16)
         a_low = (a - a_high.to(tl.float32)).to(tl.float16)
@@ -72,5 +79,5 @@ def softmax_step(b_s, scale, b_m, b_l, b_acc, b_v):
     b_p = tl.math.exp2(b_s * scale - b_m_new[:, None])
     b_alpha = tl.math.exp2(b_m - b_m_new)
     b_l = b_l * b_alpha + tl.sum(b_p, 1)
-    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_alpha[:, None], input_precision="ieee")
+    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_alpha[:, None], input_precision=FLOAT32)
     return b_m_new, b_l, b_acc

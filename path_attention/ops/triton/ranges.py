@@ -15,7 +15,9 @@ from path_attention.ops.triton.primitives import load_tile
 
 
 @triton.jit(do_not_specialize=["total"])
-def largest_norm_kernel(x_ptr, out_ptr, total, stride_t, stride_h, D: tl.constexpr, DP: tl.constexpr):
+def largest_norm_kernel(
+    x_ptr, out_ptr, total, stride_t, stride_h, D: tl.constexpr, DP: tl.constexpr
+):
     """The largest ‖x‖² of all rows, by an atomic maximum (order does not matter)."""
     token = tl.program_id(0) * 128
     o, o_d = tl.arange(0, 128), tl.arange(0, DP)
@@ -70,7 +72,13 @@ def _largest_norms(tensors: list[Tensor]) -> Tensor:
     for n, x in enumerate(tensors):
         total, heads, D = x.shape
         largest_norm_kernel[(triton.cdiv(total, 128), heads)](
-            x, norms[n:], total, x.stride(0), x.stride(1), D=D, DP=max(16, triton.next_power_of_2(D))
+            x,
+            norms[n:],
+            total,
+            x.stride(0),
+            x.stride(1),
+            D=D,
+            DP=max(16, triton.next_power_of_2(D)),
         )
     return norms
 
@@ -84,7 +92,12 @@ def forward_ranges(q: Tensor, k: Tensor, scale: float, in_range: bool) -> Tensor
 
 
 def backward_ranges(
-    forward: Tensor, grad_out: Tensor, v: Tensor, grad_lse: Tensor | None, scale: float, in_range: bool
+    forward: Tensor,
+    grad_out: Tensor,
+    v: Tensor,
+    grad_lse: Tensor | None,
+    scale: float,
+    in_range: bool,
 ) -> Tensor:
     """All eight, from the forward pass's and what the score gradients can come to."""
     norms = _largest_norms([grad_out, v]) if in_range else forward

@@ -36,6 +36,7 @@ class Tiles:
     walk_warps: int
     block_warps: int
     local_warps: int
+    block_bwd_warps: int
 
 
 def choose_tiles(
@@ -56,12 +57,13 @@ def choose_tiles(
         forward_warps=4,
         forward_stages=3 if wide <= 64 else 2,
         backward_keys=64,
-        queries_warps=4 if wide <= 64 else 8,
+        queries_warps=4,
         queries_stages=3 if wide <= 64 else 2,
         backward_queries=64,
-        keys_warps=4 if wide <= 64 else 8,
+        keys_warps=4,
         keys_stages=2,
-        walk_warps=4 if wide <= 64 else 8,
-        block_warps=4 if wide <= 64 else 8,
-        local_warps=8,
+        walk_warps=4,
+        block_warps=4,
+        local_warps=4,
+        block_bwd_warps=4,
     )

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from path_attention.ops.triton.primitives import (
+    FLOAT32,
     block_row,
     dot_exact,
     load_tile,
@@ -21,23 +22,14 @@ from path_attention.ops.triton.primitives import (
 _COUNTS = ["count", "nodes", "keys", "levels", "level"]
 
 
-@triton.jit(do_not_specialize=_COUNTS)
-def inverse_fwd_kernel(
-    w_ptr, beta_ptr, x_ptr, blocks_ptr, sequences_ptr, count, levels,
-    stride_wt, stride_wh, stride_bt, stride_bh,
-    D: tl.constexpr, DP: tl.constexpr, OPERAND: tl.constexpr,
-):  # fmt: skip
-    """X = (I + N)⁻¹, N = diag(β)·striu(W Wᵀ), of one block: 16 rows by substitution, then merged.
+@triton.jit
+def _inverse(b_w, b_beta, OPERAND: tl.constexpr):
+    """X = (I + N)⁻¹, N = diag(β)·striu(W Wᵀ): 16 rows by substitution, then merged. [64, 64]
 
-    From float32 w. X over twice the rows is X − X N' X, where N' is N between the two halves.
+    X over twice the rows is X − X N' X, where N' is N between the two halves.
     """
-    i_block, i_h = tl.program_id(0), tl.program_id(1)
-    token, valid, _, _, _, _ = block_row(blocks_ptr, sequences_ptr, i_block, levels)
-    o, o_d = tl.arange(0, 64), tl.arange(0, DP)
+    o = tl.arange(0, 64)
     r, c = o[:, None], o[None, :]
-    b_w = load_tile(w_ptr + i_h * stride_wh, token, stride_wt, o, o_d, valid, D).to(tl.float32)
-    p_beta = beta_ptr + i_h * stride_bh + (token.to(tl.int64) + o) * stride_bt
-    b_beta = tl.load(p_beta, o < valid, other=0.0).to(tl.float32)
     b_ww = dot_exact(b_w, tl.trans(b_w), OPERAND)
     b_n = tl.where(r < c, b_ww * b_beta[:, None], 0.0)
 
@@ -49,7 +41,7 @@ def inverse_fwd_kernel(
     o_16 = tl.arange(0, 16)
     column = o_16[None, None, :]
     b_d = tl.where(o_16[None, :, None] == column, 1.0, 0.0) + tl.zeros([4, 16, 16], tl.float32)
-    for i in range(1, 16):
+    for i in tl.range(1, 16, num_stages=1):
         b_column = tl.sum(tl.where(o_16[None, :, None] == i, b_nt, 0.0), 1)  # N[:, i], [4, 16]
         b_sum = tl.sum(b_d * b_column[:, None, :], 2)
         b_d = tl.where(column == i, b_d - b_sum[:, :, None], b_d)
@@ -60,49 +52,53 @@ def inverse_fwd_kernel(
     b_nx = dot_exact(tl.where(halves, b_n, 0.0), b_x, OPERAND)
     b_x -= dot_exact(b_x, b_nx, OPERAND)
     b_nx = dot_exact(tl.where(r // 32 != c // 32, b_n, 0.0), b_x, OPERAND)
-    b_x -= dot_exact(b_x, b_nx, OPERAND)
-    tl.store(x_ptr + (i_h.to(tl.int64) * count + i_block) * 4096 + r * 64 + c, b_x)
+    return b_x - dot_exact(b_x, b_nx, OPERAND)
 
 
 @triton.jit(do_not_specialize=_COUNTS)
 def block_fwd_kernel(
-    k_ptr, w_ptr, beta_ptr, x_ptr, range_ptr,
-    kt_ptr, e_ptr, g_ptr, p_ptr, blocks_ptr, sequences_ptr, count, nodes, levels,
+    k_ptr, w_ptr, beta_ptr, range_ptr,
+    x_ptr, kt_ptr, e_ptr, g_ptr, p_ptr, blocks_ptr, sequences_ptr, count, nodes, levels,
     stride_kt, stride_kh, stride_wt, stride_wh, stride_bt, stride_bh,
     D: tl.constexpr, DP: tl.constexpr, DC: tl.constexpr, OPERAND: tl.constexpr,
+    KEEP_INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """One block: keys at its end K̃, their coefficients E = striu(K Wᵀ) T, G = Tᵀ W, P = I − Gᵀ W."""
+    """Solve one block: K̃ = K − E W at its end, E = striu(K Wᵀ) T, G = Tᵀ W, P = I − Gᵀ W."""
     i_block, i_h = tl.program_id(0), tl.program_id(1)
     token, valid, i, _, _, table = block_row(blocks_ptr, sequences_ptr, i_block, levels)
     o, o_d = tl.arange(0, 64), tl.arange(0, DP)
     w_ptr += i_h * stride_wh
     b_w = load_tile(w_ptr, token, stride_wt, o, o_d, valid, D).to(tl.float32)
-    b_wx = b_w.to(OPERAND)
-    b_k = load_tile(k_ptr + i_h * stride_kh, token, stride_kt, o, o_d, valid, D)
-    b_k = (b_k.to(tl.float32) * tl.load(range_ptr + 1)).to(OPERAND)
     p_beta = beta_ptr + i_h * stride_bh + (token.to(tl.int64) + o) * stride_bt
     b_beta = tl.load(p_beta, o < valid, other=0.0).to(tl.float32)
     here = i_h.to(tl.int64) * count + i_block
     o_square = o[:, None] * 64 + o[None, :]
-    b_t = tl.load(x_ptr + here * 4096 + o_square) * b_beta[None, :]
+    b_t = _inverse(b_w, b_beta, OPERAND)
+    if KEEP_INVERSE:
+        tl.store(x_ptr + here * 4096 + o_square, b_t)
+    b_t *= b_beta[None, :]
 
-    b_kw = tl.dot(b_k, tl.trans(b_wx), input_precision="ieee")
-    b_kw = tl.where(o[:, None] < o[None, :], b_kw, 0.0).to(OPERAND)
-    b_e = tl.dot(b_kw, b_t.to(OPERAND), input_precision="ieee").to(OPERAND)
-    tl.store(e_ptr + here * 4096 + o_square, b_e)
-    b_kt = b_k.to(tl.float32) - tl.dot(b_e, b_wx, input_precision="ieee")
     o_tile = here * 64 * DP + o[:, None] * DP + o_d[None, :]
-    tl.store(kt_ptr + o_tile, b_kt.to(OPERAND))
     b_g = dot_exact(tl.trans(b_t), b_w, OPERAND)
     tl.store(g_ptr + o_tile, b_g.to(OPERAND))
     if levels > 0:
         p_ptr += (i_h.to(tl.int64) * nodes + node(table, i, 0)) * DP * DP
-        for start in range(0, DP, DC):
+        for start in tl.range(0, DP, DC, num_stages=1):
             o_c = start + tl.arange(0, DC)
             b_wc = load_tile(w_ptr, token, stride_wt, o, o_c, valid, D).to(tl.float32)
             b_p = tl.where(o_d[:, None] == o_c[None, :], 1.0, 0.0)
             b_p -= dot_exact(tl.trans(b_g), b_wc, OPERAND)
             tl.store(p_ptr + o_d[:, None] * DP + o_c[None, :], b_p)
+
+    b_wx = b_w.to(OPERAND)
+    b_k = load_tile(k_ptr + i_h * stride_kh, token, stride_kt, o, o_d, valid, D)
+    b_k = (b_k.to(tl.float32) * tl.load(range_ptr + 1)).to(OPERAND)
+    b_kw = tl.dot(b_k, tl.trans(b_wx), input_precision=FLOAT32)
+    b_kw = tl.where(o[:, None] < o[None, :], b_kw, 0.0).to(OPERAND)
+    b_e = tl.dot(b_kw, b_t.to(OPERAND), input_precision=FLOAT32).to(OPERAND)
+    tl.store(e_ptr + here * 4096 + o_square, b_e)
+    b_kt = b_k.to(tl.float32) - tl.dot(b_e, b_wx, input_precision=FLOAT32)
+    tl.store(kt_ptr + o_tile, b_kt.to(OPERAND))
 
 
 @triton.jit(do_not_specialize=_COUNTS)
@@ -120,7 +116,7 @@ def tree_fwd_kernel(
         o_c = (i_tile % (DP // DC)) * DC + tl.arange(0, DC)
         p_left = p_ptr + node(table, 2 * unit, level - 1) * DP * DP
         b_p = tl.zeros([DC, DC], tl.float32)
-        for start in range(0, DP, DC):
+        for start in tl.range(0, DP, DC, num_stages=1):
             o_k = start + tl.arange(0, DC)
             b_left = tl.load(p_left + o_r[:, None] * DP + o_k[None, :])
             b_right = tl.load(p_left + (DP + o_k[:, None]) * DP + o_c[None, :])
@@ -143,7 +139,7 @@ def keys_fwd_kernel(
     b_k = tl.load(kt_ptr + (i_h.to(tl.int64) * count + i_block) * 64 * DP + o_tile).to(tl.float32)
     p_ptr += i_h.to(tl.int64) * nodes * DP * DP
     kh_ptr += i_h.to(tl.int64) * keys * 64 * DP
-    for level in range(0, levels):
+    for level in tl.range(0, levels, num_stages=1):
         unit = i >> level
         if ((unit & 1) == 0) & (((unit + 1) << level) < size):
             at = stored_block(table, i, level, 1).to(tl.int64)
@@ -172,20 +168,20 @@ def tree_bwd_kernel(
         o_tile = o_r[:, None] * DP + o_c[None, :]
         b_dleft = tl.load(dp_ptr + left + o_tile)
         b_dright = tl.load(dp_ptr + left + DP * DP + o_tile)
-        for start in range(0, DP, DC):
+        for start in tl.range(0, DP, DC, num_stages=1):
             o_k = start + tl.arange(0, DC)
             b_above = tl.load(p_above + o_r[:, None] * DP + o_k[None, :])
             b_right = tl.load(p_ptr + left + DP * DP + o_c[None, :] * DP + o_k[:, None])
             scale = range_of(b_above)
             product = tl.dot(
-                (b_above * scale).to(OPERAND), b_right.to(OPERAND), input_precision="ieee"
+                (b_above * scale).to(OPERAND), b_right.to(OPERAND), input_precision=FLOAT32
             )
             b_dleft += product / scale
             b_left = tl.load(p_ptr + left + o_k[None, :] * DP + o_r[:, None])
             b_above = tl.load(p_above + o_k[:, None] * DP + o_c[None, :])
             scale = range_of(b_above)
             product = tl.dot(
-                b_left.to(OPERAND), (b_above * scale).to(OPERAND), input_precision="ieee"
+                b_left.to(OPERAND), (b_above * scale).to(OPERAND), input_precision=FLOAT32
             )
             b_dright += product / scale
         tl.store(dp_ptr + left + o_tile, b_dleft)
@@ -232,9 +228,9 @@ def block_bwd_kernel(
         b_dkt *= scale_p
         b_dg *= scale_p
         b_dp = (b_dp * scale_p).to(OPERAND)
-        b_dg -= tl.dot(b_w, tl.trans(b_dp), input_precision="ieee")
+        b_dg -= tl.dot(b_w, tl.trans(b_dp), input_precision=FLOAT32)
         b_g = tl.load(g_ptr + o_tile)
-        b_dw = tl.load(dwl_ptr + o_tile) * scale - tl.dot(b_g, b_dp, input_precision="ieee")
+        b_dw = tl.load(dwl_ptr + o_tile) * scale - tl.dot(b_g, b_dp, input_precision=FLOAT32)
     else:
         b_dw = tl.load(dwl_ptr + o_tile) * scale
     b_beta_ = beta_ptr + i_h * stride_bh + (token.to(tl.int64) + o) * stride_bt
@@ -242,21 +238,21 @@ def block_bwd_kernel(
     b_x = tl.load(x_ptr + o_square)
     b_t = (b_x * b_beta[None, :]).to(OPERAND)
     b_dgx = b_dg.to(OPERAND)
-    b_dt = tl.dot(b_w, tl.trans(b_dgx), input_precision="ieee")
-    b_dw = tl.dot(b_t, b_dgx, b_dw, input_precision="ieee")
+    b_dt = tl.dot(b_w, tl.trans(b_dgx), input_precision=FLOAT32)
+    b_dw = tl.dot(b_t, b_dgx, b_dw, input_precision=FLOAT32)
 
     b_dktx = b_dkt.to(OPERAND)
     b_de = tl.load(de_ptr + o_square) * scale
-    b_de = (b_de - tl.dot(b_dktx, tl.trans(b_w), input_precision="ieee")).to(OPERAND)
+    b_de = (b_de - tl.dot(b_dktx, tl.trans(b_w), input_precision=FLOAT32)).to(OPERAND)
     b_e = tl.load(e_ptr + o_square)
-    b_dw -= tl.dot(tl.trans(b_e), b_dktx, input_precision="ieee")
-    b_kw = tl.where(upper, tl.dot(b_k, tl.trans(b_w), input_precision="ieee"), 0.0).to(OPERAND)
-    b_dt = tl.dot(tl.trans(b_kw), b_de, b_dt, input_precision="ieee")
-    b_dkw = tl.where(upper, tl.dot(b_de, tl.trans(b_t), input_precision="ieee"), 0.0)
+    b_dw -= tl.dot(tl.trans(b_e), b_dktx, input_precision=FLOAT32)
+    b_kw = tl.where(upper, tl.dot(b_k, tl.trans(b_w), input_precision=FLOAT32), 0.0).to(OPERAND)
+    b_dt = tl.dot(tl.trans(b_kw), b_de, b_dt, input_precision=FLOAT32)
+    b_dkw = tl.where(upper, tl.dot(b_de, tl.trans(b_t), input_precision=FLOAT32), 0.0)
     b_dkw = b_dkw.to(OPERAND)
-    b_dw = tl.dot(tl.trans(b_dkw), b_k, b_dw, input_precision="ieee")
+    b_dw = tl.dot(tl.trans(b_dkw), b_k, b_dw, input_precision=FLOAT32)
     b_dk = tl.load(dkl_ptr + o_tile) * scale + b_dkt
-    b_dk = tl.dot(b_dkw, b_w, b_dk, input_precision="ieee") * (tl.load(range_ptr + 5) / scale)
+    b_dk = tl.dot(b_dkw, b_w, b_dk, input_precision=FLOAT32) * (tl.load(range_ptr + 5) / scale)
     p_dk = dk_ptr + i_h * stride_dkh + token.to(tl.int64) * stride_dkt
     inside = (o[:, None] < valid) & (o_d[None, :] < D)
     b_dk = b_dk.to(dk_ptr.dtype.element_ty)
@@ -264,15 +260,15 @@ def block_bwd_kernel(
 
     b_dbeta = tl.sum(b_x * b_dt, 0)
     scale_t = range_of(b_dt)
-    b_dx = tl.dot(tl.trans(b_x.to(OPERAND)), (b_dt * scale_t).to(OPERAND), input_precision="ieee")
+    b_dx = tl.dot(tl.trans(b_x.to(OPERAND)), (b_dt * scale_t).to(OPERAND), input_precision=FLOAT32)
     scale_x = range_of(b_dx)
-    b_da = tl.dot((b_dx * scale_x).to(OPERAND), tl.trans(b_t), input_precision="ieee")
+    b_da = tl.dot((b_dx * scale_x).to(OPERAND), tl.trans(b_t), input_precision=FLOAT32)
     b_da = tl.where(upper, b_da * (-1 / (scale_t * scale_x)), 0.0)
-    b_dbeta += tl.sum(b_da * tl.dot(b_w, tl.trans(b_w), input_precision="ieee"), 1)
+    b_dbeta += tl.sum(b_da * tl.dot(b_w, tl.trans(b_w), input_precision=FLOAT32), 1)
     b_dww = b_da * b_beta[:, None]
     b_dww += tl.trans(b_dww)
     scale_w = range_of(b_dww)
-    b_dww_w = tl.dot((b_dww * scale_w).to(OPERAND), b_w, input_precision="ieee")
+    b_dww_w = tl.dot((b_dww * scale_w).to(OPERAND), b_w, input_precision=FLOAT32)
     grad = tl.load(range_ptr + 6) / scale
     p_dw = dw_ptr + i_h * stride_dwh + token.to(tl.int64) * stride_dwt
     b_dw = ((b_dw + b_dww_w / scale_w) * grad).to(dw_ptr.dtype.element_ty)
