@@ -35,6 +35,7 @@ def draw(result: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
             "color": _COLOURS[n % len(_COLOURS)],
             "marker": _MARKERS[n % len(_MARKERS)],
             "markersize": 5,
+            "alpha": 0.8,
             "label": label,
         }
         timed = [row for row in mine if row["both_ratio"] is not None]
@@ -87,7 +88,8 @@ def _series(rows: list[dict[str, Any]]) -> list[tuple[tuple[str, str], str]]:
 
 def _title(result: Mapping[str, Any]) -> str:
     row = result["rows"][0]
-    threads = "" if row["threads"] is None else f", {row['threads']} threads"
+    count = row["threads"]
+    threads = "" if count is None else f", {count} thread{'s' if count > 1 else ''}"
     return (
         f"{result['device']}: {row['heads']} heads of {row['size']} over {row['key_heads']} key "
         f"heads, {row['dtype']}, median of {row['repeats']}{threads}"

@@ -64,7 +64,7 @@ def show_time(row: Mapping[str, Any], phase: str) -> str:
     """A row's time of a phase and its ratio to the anchor's, in words."""
     if row[f"{phase}_ms"] is None:
         return "–"
-    return f"{row[f'{phase}_ms']:,.4g} ms  × {row[f'{phase}_ratio']:.2f}"
+    return f"{row[f'{phase}_ms']:,.4g} ms × {row[f'{phase}_ratio']:.2f}"
 
 
 def peak_bytes(job: Job) -> int:
