@@ -49,10 +49,11 @@ def delta_bwd_kernel(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def queries_bwd_kernel(
-    q_desc, k_desc, v_desc, do_desc, p_ptr, qc_ptr, kc_ptr, range_ptr, lse2_ptr, delta_ptr,
+    q_desc, q_part_desc, k_desc, v_desc, do_desc, p_desc, ql_ptr, kc_ptr, range_ptr,
+    lse2_ptr, delta_ptr,
     dqt_ptr, dp_ptr, rows_ptr, blocks_ptr, sequences_ptr, count, queries, keys, nodes, levels,
-    G: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    TRANSPORT: tl.constexpr, GATE: tl.constexpr, OPERAND: tl.constexpr,
+    G: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, PART: tl.constexpr, BN: tl.constexpr,
+    STAGES: tl.constexpr, TRANSPORT: tl.constexpr, GATE: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Gradient of one block's queries at the block's start; of the left units' transitions."""
     i_block = count - 1 - tl.program_id(0)
@@ -68,9 +69,7 @@ def queries_bwd_kernel(
     grad_scale = tl.load(range_ptr + 3)
     b_dq = tl.zeros([64, DP], tl.float32)
     b_rows = tl.zeros([64], tl.float32)
-    p_ptr += i_h.to(tl.int64) * nodes * DP * DP
-    dp_ptr += i_h.to(tl.int64) * nodes * DP * DP
-    o_p = o_d[:, None] * DP + o_d[None, :]
+    o_part = tl.arange(0, PART)
     for down in tl.range(0, levels, num_stages=1):
         level = levels - 1 - down
         unit = i >> level
@@ -84,17 +83,22 @@ def queries_bwd_kernel(
                 b_q = q_desc.load([at_q * 64, 0])
                 row_k, column_k = (i_h * keys + at_k) * 64, 0
                 if unit > 1:  # q' = q P_leftᵀ went on to a higher level
-                    here = node(table, unit - 1, level) * DP * DP + o_p
+                    here = i_h * nodes + node(table, unit - 1, level)
                     b_dqx = b_dq.to(OPERAND)
-                    b_dp = tl.dot(tl.trans(b_dqx), b_q, input_precision=FLOAT32)
-                    tl.atomic_add(dp_ptr + here, b_dp, sem="relaxed")
-                    b_p = tl.load(p_ptr + here).to(OPERAND)
+                    p_dp = (
+                        dp_ptr + here.to(tl.int64) * DP * DP + o_d[:, None] * DP + o_part[None, :]
+                    )
+                    for part in tl.range(0, DP, PART, num_stages=1):
+                        b_part = q_part_desc.load([at_q * 64, part])
+                        b_dp = tl.dot(tl.trans(b_dqx), b_part, input_precision=FLOAT32)
+                        tl.atomic_add(p_dp + part, b_dp, sem="relaxed")
+                    b_p = p_desc.load([here * DP, 0])
                     b_dq = tl.dot(b_dqx, b_p, input_precision=FLOAT32)
             else:
                 b_q = q_desc.load([token, i_hq * DP])
                 row_k, column_k = row_v, i_h * DP
             if GATE:
-                b_l -= tl.load(qc_ptr + at_q.to(tl.int64) * 64 + o)
+                b_l = tl.load(ql_ptr + at_q.to(tl.int64) * 64 + o)
                 p_kc = kc_ptr + (i_hq.to(tl.int64) * keys + at_k) * 64 + o_n
             for j in tl.range(0, 64 << level, BN, num_stages=STAGES):
                 b_k = k_desc.load([row_k + j, column_k])
@@ -115,23 +119,26 @@ def queries_bwd_kernel(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def keys_bwd_kernel(
-    q_desc, k_desc, v_desc, do_desc, p_ptr, qc_ptr, kc_ptr, range_ptr, lse2_ptr, delta_ptr,
+    q_desc, k_desc, k_part_desc, v_desc, do_desc, p_desc, kc_ptr, range_ptr, lse_desc, delta_desc,
     dkt_ptr, dv_ptr, dp_ptr, columns_ptr, blocks_ptr, sequences_ptr,
     count, queries, keys, nodes, levels,
-    G: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
-    TRANSPORT: tl.constexpr, GATE: tl.constexpr, OPERAND: tl.constexpr,
+    G: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, PART: tl.constexpr, BM: tl.constexpr,
+    STAGES: tl.constexpr, TRANSPORT: tl.constexpr, GATE: tl.constexpr, OPERAND: tl.constexpr,
+    WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one block's keys at the block's end, of its values; of the right transitions."""
+    """Gradients of one block's keys at the block's end, of its values; of the right transitions.
+
+    `lse_desc` is lse in base 2 or, with gates, what `gates_fwd_kernel` makes of it for each level.
+    """
     i_block, i_h = tl.program_id(0), tl.program_id(1)
     token, _, i, size, first, table = block_row(blocks_ptr, sequences_ptr, i_block, levels)
-    o, o_d, o_v, o_m = tl.arange(0, 64), tl.arange(0, DP), tl.arange(0, DVP), tl.arange(0, BM)
+    o, o_d, o_v = tl.arange(0, 64), tl.arange(0, DP), tl.arange(0, DVP)
     b_v = v_desc.load([token, i_h * DVP])
     scale = tl.load(range_ptr + 2)
     grad_scale = tl.load(range_ptr + 3)
     b_dk = tl.zeros([64, DP], tl.float32)
     b_dv = tl.zeros([64, DVP], tl.float32)
-    p_ptr += i_h.to(tl.int64) * nodes * DP * DP
-    dp_ptr += i_h.to(tl.int64) * nodes * DP * DP
+    o_part = tl.arange(0, PART)
     for down in tl.range(0, levels, num_stages=1):
         level = levels - 1 - down
         unit = i >> level
@@ -141,52 +148,62 @@ def keys_bwd_kernel(
             at_right = stored_block(table, right, level, 0)
             if TRANSPORT:
                 b_k = k_desc.load([(i_h * keys + at_k) * 64, 0])
-                if ((unit + 2) << level) < size:  # k' = k P_right went on to a higher level
-                    here = node(table, unit + 1, level) * DP * DP
+                if WANT_DK & (
+                    ((unit + 2) << level) < size
+                ):  # k' = k P_right went on to a higher level
+                    here = i_h * nodes + node(table, unit + 1, level)
                     tile_scale = range_of(b_dk)
+                    undo = 1 / tile_scale
                     b_dkx = (b_dk * tile_scale).to(OPERAND)
-                    b_dp = tl.dot(tl.trans(b_k), b_dkx, input_precision=FLOAT32) / tile_scale
-                    o_p = o_d[:, None] * DP + o_d[None, :]
-                    tl.atomic_add(dp_ptr + here + o_p, b_dp, sem="relaxed")
-                    o_p = o_d[:, None] + o_d[None, :] * DP
-                    b_p = tl.load(p_ptr + here + o_p).to(OPERAND)
-                    b_dk = tl.dot(b_dkx, b_p, input_precision=FLOAT32) / tile_scale
+                    p_dp = (
+                        dp_ptr + here.to(tl.int64) * DP * DP + o_part[None, :] * DP + o_d[:, None]
+                    )
+                    for part in tl.range(
+                        0, DP, PART, num_stages=1
+                    ):  # dPᵀ, a part of k's columns at once
+                        b_part = k_part_desc.load([(i_h * keys + at_k) * 64, part])
+                        b_dp = tl.dot(tl.trans(b_dkx), b_part, input_precision=FLOAT32)
+                        tl.atomic_add(p_dp + part * DP, b_dp * undo, sem="relaxed")
+                    b_p = p_desc.load([here * DP, 0])
+                    b_dk = tl.dot(b_dkx, tl.trans(b_p), input_precision=FLOAT32) * undo
             else:
                 b_k = k_desc.load([token, i_h * DP])
             n_rows = tl.minimum(1 << level, size - right) * 64
             row_o = token + (right - i) * 64
             for g in tl.range(0, G, num_stages=1):
                 i_hq = i_h * G + g
-                row_l = (i_hq.to(tl.int64) * count + first + right) * 64 + o_m
+                row_l = (i_hq * count + first + right) * 64
                 if TRANSPORT:
                     row_q, column_q = (i_hq * queries + at_right) * 64, 0
                 else:
                     row_q, column_q = row_o, i_hq * DP
+                row_s = row_l
                 if GATE:
-                    p_qc = qc_ptr + (i_hq.to(tl.int64) * queries + at_right) * 64 + o_m
+                    row_s = (i_hq * queries + at_right) * 64
                     b_kc = tl.load(kc_ptr + (i_hq.to(tl.int64) * keys + at_k) * 64 + o)
                     b_columns = tl.zeros([64], tl.float32)
                 for j in tl.range(0, n_rows, BM, num_stages=STAGES):
                     b_q = q_desc.load([row_q + j, column_q])
                     b_do = do_desc.load([row_o + j, i_hq * DVP])
-                    b_l = tl.load(lse2_ptr + row_l + j)
-                    b_delta = tl.load(delta_ptr + row_l + j)
-                    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=FLOAT32) * scale
+                    b_l = lse_desc.load([row_s + j])
+                    b_s = tl.dot(b_k, tl.trans(b_q), input_precision=FLOAT32) * scale
                     if GATE:
-                        b_l -= tl.load(p_qc + j)
-                        b_s += b_kc[None, :]
-                    b_prob = tl.math.exp2(b_s - b_l[:, None])
-                    b_probx = tl.trans(b_prob.to(b_do.dtype))
-                    b_dv = tl.dot(b_probx, b_do, b_dv, input_precision=FLOAT32)
-                    b_dprob = tl.dot(b_do, tl.trans(b_v), input_precision=FLOAT32)
-                    b_ds = b_prob * (b_dprob * grad_scale - b_delta[:, None])
-                    if GATE:
-                        b_columns += tl.sum(b_ds, 0)
-                    b_dsx = tl.trans(b_ds.to(b_q.dtype))
-                    b_dk = tl.dot(b_dsx, b_q, b_dk, input_precision=FLOAT32)
-                if GATE:
+                        b_s += b_kc[:, None]
+                    b_prob = tl.math.exp2(b_s - b_l[None, :])
+                    if WANT_DV:
+                        b_dv = tl.dot(b_prob.to(b_do.dtype), b_do, b_dv, input_precision=FLOAT32)
+                    if WANT_DK:
+                        b_delta = delta_desc.load([row_l + j])
+                        b_dprob = tl.dot(b_v, tl.trans(b_do), input_precision=FLOAT32)
+                        b_ds = b_prob * (b_dprob * grad_scale - b_delta[None, :])
+                        if GATE:
+                            b_columns += tl.sum(b_ds, 1)
+                        b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=FLOAT32)
+                if GATE and WANT_DK:
                     p_columns = columns_ptr + (i_hq.to(tl.int64) * count + i_block) * 64 + o
                     tl.store(p_columns, tl.load(p_columns) + b_columns)
     row = (i_h.to(tl.int64) * count + i_block) * 64
-    tl.store(dkt_ptr + row * DP + o[:, None] * DP + o_d[None, :], b_dk)
-    tl.store(dv_ptr + row * DVP + o[:, None] * DVP + o_v[None, :], b_dv)
+    if WANT_DK:
+        tl.store(dkt_ptr + row * DP + o[:, None] * DP + o_d[None, :], b_dk)
+    if WANT_DV:
+        tl.store(dv_ptr + row * DVP + o[:, None] * DVP + o_v[None, :], b_dv)

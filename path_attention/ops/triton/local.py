@@ -25,11 +25,13 @@ _COUNTS = ["count", "nodes", "queries", "keys", "levels", "total"]
 
 @triton.jit(do_not_specialize=_COUNTS)
 def gates_fwd_kernel(
-    c_ptr, qc_ptr, kc_ptr, blocks_ptr, sequences_ptr, count, queries, keys, levels, total,
+    c_ptr, lse2_ptr, qc_ptr, kc_ptr, blocks_ptr, sequences_ptr, count, queries, keys, levels, total,
+    BACKWARD: tl.constexpr,
 ):  # fmt: skip
     """Decay (base 2) from each level's border to a block's queries, and from its keys to it.
 
-    From float64 running sums, so that the difference is right to float32 whatever came before.
+    From float64 running sums, so that the difference is right to float32 whatever came before. The
+    backward pass needs the queries' only as lse less decay, and gets that.
     """
     i_block, i_hq = tl.program_id(0), tl.program_id(1).to(tl.int64)
     token, valid, i, size, _, table = block_row(blocks_ptr, sequences_ptr, i_block, levels)
@@ -41,9 +43,10 @@ def gates_fwd_kernel(
         if (unit & 1) == 1:
             b_border = tl.load(c_ptr + (unit << level) * 64 - 1)
             at = i_hq * queries + stored_block(table, i, level, 0)
-            tl.store(
-                qc_ptr + at * 64 + o, tl.where(o < valid, (b_c - b_border), 0.0).to(tl.float32)
-            )
+            b_q = tl.where(o < valid, (b_c - b_border), 0.0).to(tl.float32)
+            if BACKWARD:
+                b_q = tl.load(lse2_ptr + (i_hq * count + i_block) * 64 + o) - b_q
+            tl.store(qc_ptr + at * 64 + o, b_q)
         elif ((unit + 1) << level) < size:
             b_border = tl.load(c_ptr + ((unit + 1) << level) * 64 - 1)
             at = i_hq * keys + stored_block(table, i, level, 1)
@@ -140,7 +143,9 @@ def queries_fwd_kernel(
                 at = stored_block(table, i, level, 0).to(tl.int64)
                 tl.store(qh_ptr + at * 64 * DP + o_tile, b_x.to(OPERAND))
                 if unit > 1:
-                    b_move = tl.load(p_ptr + node(table, unit - 1, level) * DP * DP + o_p)
+                    b_move = tl.load(
+                        p_ptr + node(table, unit - 1, level).to(tl.int64) * DP * DP + o_p
+                    )
                     b_x = dot_exact(b_x, b_move, OPERAND)
 
 

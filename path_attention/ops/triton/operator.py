@@ -111,11 +111,12 @@ class _Moved(NamedTuple):
     inverse: Tensor | None  # [H, blocks, 64, 64]
     coefficients: Tensor | None  # E, [H, blocks, 64, 64]
     g: Tensor | None  # [H, blocks, 64, DP]
-    transitions: Tensor | None  # [H, nodes, DP, DP]
+    transitions: Tensor | None  # [H, nodes, DP, DP], float32
+    transitions_operand: Tensor | None  # the same in the operands' dtype, for the backward pass
     keys: Tensor | None  # [H, keys, 64, DP]
     queries: Tensor | None  # [HQ, queries, 64, DP]
     key_gates: Tensor | None  # [HQ, keys, 64], decay from the key to its level's border
-    query_gates: Tensor | None  # [HQ, queries, 64]
+    query_gates: Tensor | None  # [HQ, queries, 64], from the border to the query
 
 
 class _Softmax(NamedTuple):
@@ -185,52 +186,65 @@ def _strides(*tensors: Tensor) -> list[int]:
     return [stride for x in tensors for stride in x.stride()[:2]]
 
 
-def _public(x: Tensor, width: int, rows: int) -> TensorDescriptor:
-    """Tiles [rows, width] of [tokens, heads, D], padded to a width of its own where it must be."""
+def _public(x: Tensor, width: int, rows: int, columns: int | None = None) -> TensorDescriptor:
+    """Tiles [rows, columns] of [tokens, heads, D], each head padded to its width where it must be."""
     tokens, heads, D = x.shape
     aligned = x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
     if width != D or x.stride(1) != width or not aligned:
         x = F.pad(x, (0, width - D)).contiguous()
-    return TensorDescriptor(x, [tokens, heads * width], [x.stride(0), 1], [rows, width])
+    shape = [tokens, heads * width]
+    return TensorDescriptor(x, shape, [x.stride(0), 1], [rows, columns or width])
 
 
-def _stored(x: Tensor | None, public: Tensor, width: int, rows: int) -> TensorDescriptor:
+def _stored(
+    x: Tensor | None, public: Tensor, width: int, rows: int, columns: int | None = None
+) -> TensorDescriptor:
     """Tiles of what a level stores, or of the public tensor where nothing is moved."""
     if x is None:
-        return _public(public, width, rows)
-    return TensorDescriptor(x, [x.numel() // width, width], [width, 1], [rows, width])
+        return _public(public, width, rows, columns)
+    shape = [x.numel() // width, width]
+    return TensorDescriptor(x, shape, [width, 1], [rows, columns or width])
 
 
-def _move(c: _Call, ranges: Tensor, softmax: _Softmax | None) -> _Moved:
-    """Solve the blocks, build the tree, carry keys and queries up it; begin the softmax if asked."""
+def _move(
+    c: _Call, ranges: Tensor, softmax: _Softmax | None = None, lse: Tensor | None = None
+) -> _Moved:
+    """Solve the blocks, build the tree, carry keys and queries up it.
+
+    The forward pass begins its softmax on the way; the backward pass brings lse (base 2).
+    """
     grid, t, H, HQ = c.grid, c.tiles, c.H, c.H * c.G
     blocks, DP, w, beta = grid.count, t.DP, c.w, c.beta
-    inverse = coefficients = g = transitions = keys = queries = key_gates = query_gates = None
+    inverse = coefficients = g = transitions = operand = keys = queries = key_gates = (
+        query_gates
+    ) = None
+    backward = softmax is None
     common = dict(DP=DP, OPERAND=c.kernel_operand)
     if c.decay is not None:
         query_gates = c.empty(HQ, max(1, grid.queries), 64)
         key_gates = c.empty(HQ, max(1, grid.keys), 64)
         gates_fwd_kernel[(blocks, HQ)](
-            c.decay, query_gates, key_gates, *c.tables, blocks, grid.queries, grid.keys,
-            grid.levels, c.decay_row, num_warps=1,
+            c.decay, _or(lse, ranges), query_gates, key_gates, *c.tables, blocks, grid.queries, grid.keys,
+            grid.levels, c.decay_row, BACKWARD=backward, num_warps=1,
         )  # fmt: skip
     if w is not None and beta is not None:
-        backward = softmax is None
         inverse = c.empty(H, blocks, 64, 64) if backward else None
         kt = c.empty(H, blocks, 64, DP, dtype=c.operand)
         coefficients = c.empty(H, blocks, 64, 64, dtype=c.operand)
         g = c.empty(H, blocks, 64, DP, dtype=c.operand)
         transitions = c.empty(H, max(1, grid.nodes), DP, DP)
+        if backward:
+            operand = torch.empty_like(transitions, dtype=c.operand)
         tile = min(64, DP)
         block_fwd_kernel[(blocks, H)](
             c.k, w, beta, ranges, _or(inverse, ranges), kt, coefficients, g, transitions,
-            *c.tables, blocks, grid.nodes, grid.levels, *_strides(c.k, w, beta), D=t.D, DC=tile,
-            KEEP_INVERSE=backward, num_warps=t.block_warps, **common,
+            _or(operand, ranges), *c.tables, blocks, grid.nodes, grid.levels, *_strides(c.k, w, beta), D=t.D, DC=tile,
+            BACKWARD=backward, num_warps=t.block_warps, **common,
         )  # fmt: skip
         for level in range(1, grid.levels):
             tree_fwd_kernel[(blocks, H, (DP // tile) ** 2)](
-                transitions, *c.tables, grid.nodes, grid.levels, level, DC=tile, num_warps=4,
-                **common,
+                transitions, _or(operand, ranges), *c.tables, grid.nodes, grid.levels, level,
+                DC=tile, BACKWARD=backward, num_warps=4, **common,
             )  # fmt: skip
         keys = c.empty(H, max(1, grid.keys), 64, DP, dtype=c.operand)
         keys_fwd_kernel[(blocks, H)](
@@ -238,7 +252,9 @@ def _move(c: _Call, ranges: Tensor, softmax: _Softmax | None) -> _Moved:
             num_warps=t.walk_warps, **common,
         )  # fmt: skip
         queries = c.empty(HQ, max(1, grid.queries), 64, DP, dtype=c.operand)
-    moved = _Moved(inverse, coefficients, g, transitions, keys, queries, key_gates, query_gates)
+    moved = _Moved(
+        inverse, coefficients, g, transitions, operand, keys, queries, key_gates, query_gates
+    )
     if softmax is not None or queries is not None:
         acc, m, l = softmax or (ranges,) * 3
         w = _or(w, c.k)
@@ -322,8 +338,8 @@ def _backward(
         c = _make_call(*inputs, lengths)
         grad_out, in_range = _rows(grad_out), c.operand == torch.float16
         ranges = backward_ranges(ranges, grad_out, c.v, grad_lse, scale, in_range)
-        moved = _move(c, ranges, None)
         top = _prepare_top(c, ranges, grad_out, grad_lse, _rows(out), lse)
+        moved = _move(c, ranges, lse=top.lse)
         partial = _meet_backward(c, moved, ranges, top)
         _blocks_backward(c, moved, ranges, top, partial, grads)
         if log_forget is not None:
@@ -399,21 +415,31 @@ def _meet_backward(c: _Call, moved: _Moved, ranges: Tensor, top: _Top) -> _Parti
         c.empty(*gated).zero_(),
     )
     gates = _or(moved.query_gates, ranges), _or(moved.key_gates, ranges)
-    kinds = dict(DP=DP, DVP=DVP, OPERAND=c.kernel_operand) | c.kinds
+    part = min(64, DP)
+    kinds = dict(DP=DP, DVP=DVP, PART=part, OPERAND=c.kernel_operand) | c.kinds
+    counts = (blocks, grid.queries, grid.keys, grid.nodes, grid.levels)
+    transitions = _stored(moved.transitions_operand, c.k, DP, DP)
     queries_bwd_kernel[(blocks, HQ)](
-        _stored(moved.queries, c.q, DP, 64), _stored(moved.keys, c.k, DP, t.backward_keys),
-        _public(c.v, DVP, t.backward_keys), _public(top.grad_out, DVP, 64), p, *gates, ranges,
-        top.lse, top.delta, partial.q, partial.transitions, partial.rows, *c.tables, blocks,
-        grid.queries, grid.keys, grid.nodes, grid.levels, BN=t.backward_keys,
-        STAGES=t.queries_stages, num_warps=t.queries_warps, **kinds,
+        _stored(moved.queries, c.q, DP, 64), _stored(moved.queries, c.q, DP, 64, part),
+        _stored(moved.keys, c.k, DP, t.backward_keys), _public(c.v, DVP, t.backward_keys),
+        _public(top.grad_out, DVP, 64), transitions, *gates, ranges, top.lse, top.delta, partial.q,
+        partial.transitions, partial.rows, *c.tables, *counts, BN=t.backward_keys,
+        STAGES=t.queries_stages, num_warps=t.queries_warps, maxnreg=t.registers, **kinds,
     )  # fmt: skip
-    keys_bwd_kernel[(blocks, H)](
-        _stored(moved.queries, c.q, DP, t.backward_queries), _stored(moved.keys, c.k, DP, 64),
-        _public(c.v, DVP, 64), _public(top.grad_out, DVP, t.backward_queries), p, *gates, ranges,
-        top.lse, top.delta, partial.k, partial.v, partial.transitions, partial.columns, *c.tables,
-        blocks, grid.queries, grid.keys, grid.nodes, grid.levels, BM=t.backward_queries,
-        STAGES=t.keys_stages, num_warps=t.keys_warps, **kinds,
-    )  # fmt: skip
+    lse, delta = (
+        TensorDescriptor(x.view(-1), [x.numel()], [1], [t.backward_queries])
+        for x in (_or(moved.query_gates, top.lse), top.delta)
+    )
+    for want_dk, want_dv in ((True, False), (False, True)) if t.split_keys else ((True, True),):
+        keys_bwd_kernel[(blocks, H)](
+            _stored(moved.queries, c.q, DP, t.backward_queries), _stored(moved.keys, c.k, DP, 64),
+            _stored(moved.keys, c.k, DP, 64, part), _public(c.v, DVP, 64),
+            _public(top.grad_out, DVP, t.backward_queries), transitions, gates[1], ranges, lse,
+            delta,
+            partial.k, partial.v, partial.transitions, partial.columns, *c.tables, *counts,
+            BM=t.backward_queries, STAGES=t.keys_stages, num_warps=t.keys_warps, maxnreg=t.registers, WANT_DK=want_dk,
+            WANT_DV=want_dv, **kinds,
+        )  # fmt: skip
     tile = min(64, DP)
     for level in range(grid.levels - 1, 0, -1) if t.transport else ():
         tree_bwd_kernel[(blocks, H, (DP // tile) ** 2)](

@@ -38,7 +38,7 @@ def stored_block(table, i, level, KIND: tl.constexpr):
 @triton.jit
 def node(table, unit, level):
     """Where the transition of a complete unit is stored."""
-    return (tl.load(table + 3 * level + 2) + unit).to(tl.int64)
+    return tl.load(table + 3 * level + 2) + unit
 
 
 @triton.jit

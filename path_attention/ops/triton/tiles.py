@@ -14,6 +14,8 @@ class Tiles:
     Attributes:
         D, DV: head sizes; DP, DVP: padded to a power of two of at least 16.
         transport, gate: compiled in or out.
+        split_keys: dk and dv in a loop of their own each (fewer registers, more programs at once).
+        registers: of the backward loops, at most: 168 let three programs share a multiprocessor.
         forward_keys: keys a step of the forward loop; backward_keys, backward_queries: of the two
             backward loops.
     """
@@ -33,6 +35,8 @@ class Tiles:
     backward_queries: int
     keys_warps: int
     keys_stages: int
+    split_keys: bool
+    registers: int | None
     walk_warps: int
     block_warps: int
     local_warps: int
@@ -55,13 +59,15 @@ def choose_tiles(
         gate=gate,
         forward_keys=128 if wide <= 64 and not single else 64,
         forward_warps=4,
-        forward_stages=3 if wide <= 64 else 2,
+        forward_stages=2 if wide <= 64 else 3,
         backward_keys=64,
         queries_warps=4,
         queries_stages=3 if wide <= 64 else 2,
         backward_queries=64,
         keys_warps=4,
-        keys_stages=2,
+        keys_stages=3 if wide <= 64 else 2,
+        split_keys=not single,
+        registers=168 if wide <= 64 and not single else None,
         walk_warps=4,
         block_warps=4,
         local_warps=4,

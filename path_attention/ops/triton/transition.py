@@ -58,10 +58,10 @@ def _inverse(b_w, b_beta, OPERAND: tl.constexpr):
 @triton.jit(do_not_specialize=_COUNTS)
 def block_fwd_kernel(
     k_ptr, w_ptr, beta_ptr, range_ptr,
-    x_ptr, kt_ptr, e_ptr, g_ptr, p_ptr, blocks_ptr, sequences_ptr, count, nodes, levels,
+    x_ptr, kt_ptr, e_ptr, g_ptr, p_ptr, px_ptr, blocks_ptr, sequences_ptr, count, nodes, levels,
     stride_kt, stride_kh, stride_wt, stride_wh, stride_bt, stride_bh,
     D: tl.constexpr, DP: tl.constexpr, DC: tl.constexpr, OPERAND: tl.constexpr,
-    KEEP_INVERSE: tl.constexpr,
+    BACKWARD: tl.constexpr,
 ):  # fmt: skip
     """Solve one block: K̃ = K − E W at its end, E = striu(K Wᵀ) T, G = Tᵀ W, P = I − Gᵀ W."""
     i_block, i_h = tl.program_id(0), tl.program_id(1)
@@ -74,7 +74,7 @@ def block_fwd_kernel(
     here = i_h.to(tl.int64) * count + i_block
     o_square = o[:, None] * 64 + o[None, :]
     b_t = _inverse(b_w, b_beta, OPERAND)
-    if KEEP_INVERSE:
+    if BACKWARD:
         tl.store(x_ptr + here * 4096 + o_square, b_t)
     b_t *= b_beta[None, :]
 
@@ -82,13 +82,16 @@ def block_fwd_kernel(
     b_g = dot_exact(tl.trans(b_t), b_w, OPERAND)
     tl.store(g_ptr + o_tile, b_g.to(OPERAND))
     if levels > 0:
-        p_ptr += (i_h.to(tl.int64) * nodes + node(table, i, 0)) * DP * DP
+        here_p = (i_h.to(tl.int64) * nodes + node(table, i, 0)) * DP * DP
         for start in tl.range(0, DP, DC, num_stages=1):
             o_c = start + tl.arange(0, DC)
             b_wc = load_tile(w_ptr, token, stride_wt, o, o_c, valid, D).to(tl.float32)
             b_p = tl.where(o_d[:, None] == o_c[None, :], 1.0, 0.0)
             b_p -= dot_exact(tl.trans(b_g), b_wc, OPERAND)
-            tl.store(p_ptr + o_d[:, None] * DP + o_c[None, :], b_p)
+            o_p = here_p + o_d[:, None] * DP + o_c[None, :]
+            tl.store(p_ptr + o_p, b_p)
+            if BACKWARD:
+                tl.store(px_ptr + o_p, b_p.to(OPERAND))
 
     b_wx = b_w.to(OPERAND)
     b_k = load_tile(k_ptr + i_h * stride_kh, token, stride_kt, o, o_d, valid, D)
@@ -103,26 +106,29 @@ def block_fwd_kernel(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def tree_fwd_kernel(
-    p_ptr, blocks_ptr, sequences_ptr, nodes, levels, level,
-    DP: tl.constexpr, DC: tl.constexpr, OPERAND: tl.constexpr,
+    p_ptr, px_ptr, blocks_ptr, sequences_ptr, nodes, levels, level,
+    DP: tl.constexpr, DC: tl.constexpr, OPERAND: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
     """P' = P_left P_right for the complete units of one level; a program a tile of P'."""
     i_block, i_h, i_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     _, _, i, size, _, table = block_row(blocks_ptr, sequences_ptr, i_block, levels)
     unit = i >> level
     if ((unit << level) == i) & (((unit + 1) << level) <= size):
-        p_ptr += i_h.to(tl.int64) * nodes * DP * DP
+        head = i_h.to(tl.int64) * nodes * DP * DP
         o_r = (i_tile // (DP // DC)) * DC + tl.arange(0, DC)
         o_c = (i_tile % (DP // DC)) * DC + tl.arange(0, DC)
-        p_left = p_ptr + node(table, 2 * unit, level - 1) * DP * DP
+        p_left = p_ptr + head + node(table, 2 * unit, level - 1).to(tl.int64) * DP * DP
         b_p = tl.zeros([DC, DC], tl.float32)
         for start in tl.range(0, DP, DC, num_stages=1):
             o_k = start + tl.arange(0, DC)
             b_left = tl.load(p_left + o_r[:, None] * DP + o_k[None, :])
             b_right = tl.load(p_left + (DP + o_k[:, None]) * DP + o_c[None, :])
             b_p += dot_exact(b_left, b_right, OPERAND)
-        p_ptr += node(table, unit, level) * DP * DP
-        tl.store(p_ptr + o_r[:, None] * DP + o_c[None, :], b_p)
+        o_p = head + node(table, unit, level).to(tl.int64) * DP * DP
+        o_p += o_r[:, None] * DP + o_c[None, :]
+        tl.store(p_ptr + o_p, b_p)
+        if BACKWARD:
+            tl.store(px_ptr + o_p, b_p.to(OPERAND))
 
 
 @triton.jit(do_not_specialize=_COUNTS)
@@ -145,7 +151,7 @@ def keys_fwd_kernel(
             at = stored_block(table, i, level, 1).to(tl.int64)
             tl.store(kh_ptr + at * 64 * DP + o_tile, b_k.to(OPERAND))
             if ((unit + 2) << level) < size:  # else no unit of the next level meets from here
-                b_p = tl.load(p_ptr + node(table, unit + 1, level) * DP * DP + o_p)
+                b_p = tl.load(p_ptr + node(table, unit + 1, level).to(tl.int64) * DP * DP + o_p)
                 b_k = dot_exact(b_k, b_p, OPERAND)
 
 
@@ -163,8 +169,8 @@ def tree_bwd_kernel(
         dp_ptr += i_h.to(tl.int64) * nodes * DP * DP
         o_r = (i_tile // (DP // DC)) * DC + tl.arange(0, DC)
         o_c = (i_tile % (DP // DC)) * DC + tl.arange(0, DC)
-        left = node(table, 2 * unit, level - 1) * DP * DP
-        p_above = dp_ptr + node(table, unit, level) * DP * DP
+        left = node(table, 2 * unit, level - 1).to(tl.int64) * DP * DP
+        p_above = dp_ptr + node(table, unit, level).to(tl.int64) * DP * DP
         o_tile = o_r[:, None] * DP + o_c[None, :]
         b_dleft = tl.load(dp_ptr + left + o_tile)
         b_dright = tl.load(dp_ptr + left + DP * DP + o_tile)
