@@ -124,7 +124,6 @@ def keys_bwd_kernel(
     count, queries, keys, nodes, levels,
     G: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, PART: tl.constexpr, BM: tl.constexpr,
     STAGES: tl.constexpr, TRANSPORT: tl.constexpr, GATE: tl.constexpr, OPERAND: tl.constexpr,
-    WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one block's keys at the block's end, of its values; of the right transitions.
 
@@ -148,9 +147,7 @@ def keys_bwd_kernel(
             at_right = stored_block(table, right, level, 0)
             if TRANSPORT:
                 b_k = k_desc.load([(i_h * keys + at_k) * 64, 0])
-                if WANT_DK & (
-                    ((unit + 2) << level) < size
-                ):  # k' = k P_right went on to a higher level
+                if ((unit + 2) << level) < size:  # k' = k P_right went on to a higher level
                     here = i_h * nodes + node(table, unit + 1, level)
                     tile_scale = range_of(b_dk)
                     undo = 1 / tile_scale
@@ -190,20 +187,16 @@ def keys_bwd_kernel(
                     if GATE:
                         b_s += b_kc[:, None]
                     b_prob = tl.math.exp2(b_s - b_l[None, :])
-                    if WANT_DV:
-                        b_dv = tl.dot(b_prob.to(b_do.dtype), b_do, b_dv, input_precision=FLOAT32)
-                    if WANT_DK:
-                        b_delta = delta_desc.load([row_l + j])
-                        b_dprob = tl.dot(b_v, tl.trans(b_do), input_precision=FLOAT32)
-                        b_ds = b_prob * (b_dprob * grad_scale - b_delta[None, :])
-                        if GATE:
-                            b_columns += tl.sum(b_ds, 1)
-                        b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=FLOAT32)
-                if GATE and WANT_DK:
+                    b_dv = tl.dot(b_prob.to(b_do.dtype), b_do, b_dv, input_precision=FLOAT32)
+                    b_delta = delta_desc.load([row_l + j])
+                    b_dprob = tl.dot(b_v, tl.trans(b_do), input_precision=FLOAT32)
+                    b_ds = b_prob * (b_dprob * grad_scale - b_delta[None, :])
+                    if GATE:
+                        b_columns += tl.sum(b_ds, 1)
+                    b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=FLOAT32)
+                if GATE:
                     p_columns = columns_ptr + (i_hq.to(tl.int64) * count + i_block) * 64 + o
                     tl.store(p_columns, tl.load(p_columns) + b_columns)
     row = (i_h.to(tl.int64) * count + i_block) * 64
-    if WANT_DK:
-        tl.store(dkt_ptr + row * DP + o[:, None] * DP + o_d[None, :], b_dk)
-    if WANT_DV:
-        tl.store(dv_ptr + row * DVP + o[:, None] * DVP + o_v[None, :], b_dv)
+    tl.store(dkt_ptr + row * DP + o[:, None] * DP + o_d[None, :], b_dk)
+    tl.store(dv_ptr + row * DVP + o[:, None] * DVP + o_v[None, :], b_dv)

@@ -235,16 +235,16 @@ def _move(
         transitions = c.empty(H, max(1, grid.nodes), DP, DP)
         if backward:
             operand = torch.empty_like(transitions, dtype=c.operand)
-        tile = min(64, DP)
+        tile = min(t.tree_tile, DP)
         block_fwd_kernel[(blocks, H)](
             c.k, w, beta, ranges, _or(inverse, ranges), kt, coefficients, g, transitions,
-            _or(operand, ranges), *c.tables, blocks, grid.nodes, grid.levels, *_strides(c.k, w, beta), D=t.D, DC=tile,
+            _or(operand, ranges), *c.tables, blocks, grid.nodes, grid.levels, *_strides(c.k, w, beta), D=t.D, DC=min(64, DP),
             BACKWARD=backward, num_warps=t.block_warps, **common,
         )  # fmt: skip
         for level in range(1, grid.levels):
             tree_fwd_kernel[(blocks, H, (DP // tile) ** 2)](
                 transitions, _or(operand, ranges), *c.tables, grid.nodes, grid.levels, level,
-                DC=tile, BACKWARD=backward, num_warps=4, **common,
+                DC=tile, BACKWARD=backward, num_warps=t.tree_warps, **common,
             )  # fmt: skip
         keys = c.empty(H, max(1, grid.keys), 64, DP, dtype=c.operand)
         keys_fwd_kernel[(blocks, H)](
@@ -430,21 +430,19 @@ def _meet_backward(c: _Call, moved: _Moved, ranges: Tensor, top: _Top) -> _Parti
         TensorDescriptor(x.view(-1), [x.numel()], [1], [t.backward_queries])
         for x in (_or(moved.query_gates, top.lse), top.delta)
     )
-    for want_dk, want_dv in ((True, False), (False, True)) if t.split_keys else ((True, True),):
-        keys_bwd_kernel[(blocks, H)](
-            _stored(moved.queries, c.q, DP, t.backward_queries), _stored(moved.keys, c.k, DP, 64),
-            _stored(moved.keys, c.k, DP, 64, part), _public(c.v, DVP, 64),
-            _public(top.grad_out, DVP, t.backward_queries), transitions, gates[1], ranges, lse,
-            delta,
-            partial.k, partial.v, partial.transitions, partial.columns, *c.tables, *counts,
-            BM=t.backward_queries, STAGES=t.keys_stages, num_warps=t.keys_warps, maxnreg=t.registers, WANT_DK=want_dk,
-            WANT_DV=want_dv, **kinds,
-        )  # fmt: skip
-    tile = min(64, DP)
+    keys_bwd_kernel[(blocks, H)](
+        _stored(moved.queries, c.q, DP, t.backward_queries), _stored(moved.keys, c.k, DP, 64),
+        _stored(moved.keys, c.k, DP, 64, part), _public(c.v, DVP, 64),
+        _public(top.grad_out, DVP, t.backward_queries), transitions, gates[1], ranges, lse, delta,
+        partial.k, partial.v, partial.transitions, partial.columns, *c.tables, *counts,
+        BM=t.backward_queries, STAGES=t.keys_stages, num_warps=t.keys_warps, maxnreg=t.registers,
+        **kinds,
+    )  # fmt: skip
+    tile = min(t.tree_bwd_tile, DP)
     for level in range(grid.levels - 1, 0, -1) if t.transport else ():
         tree_bwd_kernel[(blocks, H, (DP // tile) ** 2)](
             p, partial.transitions, *c.tables, grid.nodes, grid.levels, level, DP=DP, DC=tile,
-            OPERAND=c.kernel_operand, num_warps=4,
+            OPERAND=c.kernel_operand, num_warps=t.tree_bwd_warps,
         )  # fmt: skip
     return partial
 

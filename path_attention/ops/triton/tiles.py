@@ -14,7 +14,6 @@ class Tiles:
     Attributes:
         D, DV: head sizes; DP, DVP: padded to a power of two of at least 16.
         transport, gate: compiled in or out.
-        split_keys: dk and dv in a loop of their own each (fewer registers, more programs at once).
         registers: of the backward loops, at most: 168 let three programs share a multiprocessor.
         forward_keys: keys a step of the forward loop; backward_keys, backward_queries: of the two
             backward loops.
@@ -35,8 +34,11 @@ class Tiles:
     backward_queries: int
     keys_warps: int
     keys_stages: int
-    split_keys: bool
     registers: int | None
+    tree_tile: int
+    tree_warps: int
+    tree_bwd_tile: int
+    tree_bwd_warps: int
     walk_warps: int
     block_warps: int
     local_warps: int
@@ -66,8 +68,11 @@ def choose_tiles(
         backward_queries=64,
         keys_warps=4,
         keys_stages=3 if wide <= 64 else 2,
-        split_keys=not single,
         registers=168 if wide <= 64 and not single else None,
+        tree_tile=64 if DP <= 64 else 128,
+        tree_warps=4 if DP <= 64 else 8,
+        tree_bwd_tile=64,
+        tree_bwd_warps=4,
         walk_warps=4,
         block_warps=4,
         local_warps=4,
