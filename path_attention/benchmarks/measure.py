@@ -109,9 +109,9 @@ def relative_error(got: Job, exact: Job) -> float:
 
 
 def _time(job: Job) -> dict[str, float]:
-    with _stopwatch(job.grad_out.device) as forward:
+    with stopwatch(job.grad_out.device) as forward:
         out = job.call()
-    with _stopwatch(job.grad_out.device) as backward:
+    with stopwatch(job.grad_out.device) as backward:
         torch.autograd.grad(out, job.leaves, job.grad_out)
     return {
         "forward": forward(),
@@ -121,7 +121,7 @@ def _time(job: Job) -> dict[str, float]:
 
 
 @contextmanager
-def _stopwatch(device: torch.device) -> Iterator[Callable[[], float]]:
+def stopwatch(device: torch.device) -> Iterator[Callable[[], float]]:
     """Yields a function that tells the milliseconds that the block took, once it has ended."""
     taken: list[float] = []
 

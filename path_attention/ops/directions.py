@@ -8,6 +8,9 @@ from torch.nn import functional as F
 
 from path_attention.ops.packing import Packing
 
+_TRITON_HEAD_SIZE = 256
+_TRITON_WIDTH = 8
+
 
 def householder_directions(
     x: Tensor,
@@ -17,6 +20,7 @@ def householder_directions(
     state: Tensor | None = None,
     packing: Packing | None = None,
     eps: float = 1e-6,
+    implementation: str | None = None,
 ) -> Tensor:
     """Unit directions w of the Householder factors, from their projection.
 
@@ -35,6 +39,9 @@ def householder_directions(
         state: the K−1 inputs before `x`, `[B, K−1, C]`, oldest first; None for zeros.
         packing: borders of packed documents (B = 1); the convolution never reaches over one.
         eps: the smallest norm divided by.
+        implementation: "torch" (any device) or "triton" (one pass over memory, forward and
+            backward; NVIDIA GPUs of compute capability 8.0 or more, D ≤ 256, K ≤ 8, not float64).
+            None is "triton" where it can run, else "torch".
 
     Returns:
         w `[B, T, H, D]`, float32 (float64 for a float64 x).
@@ -43,8 +50,13 @@ def householder_directions(
         ValueError: naming the argument, what came, and what was expected.
     """
     _check(x, weight, heads, state, packing)
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    chosen = _choose(implementation, x, weight, heads)
     with torch.autocast(x.device.type, enabled=False):
+        if chosen == "triton":
+            from path_attention.ops.triton.directions import triton_directions
+
+            return triton_directions(x, weight, heads, state, packing, eps)
+        dtype = torch.promote_types(x.dtype, torch.float32)
         y = x.to(dtype)
         if weight is not None:
             y = _convolve(y, weight.to(dtype), state, packing)
@@ -72,6 +84,34 @@ def convolution_state(
         return inputs[:, T:]
     last = lengths[:, None] + torch.arange(width - 1, device=x.device)  # [B, K - 1]
     return inputs.gather(1, last[:, :, None].expand(-1, -1, C))
+
+
+def _choose(implementation: str | None, x: Tensor, weight: Tensor | None, heads: int) -> str:
+    if implementation is None:
+        usable = x.device.type == "cuda" and _triton_lacks(x, weight, heads) is None
+        return "triton" if usable else "torch"
+    if implementation not in ("torch", "triton"):
+        raise ValueError(
+            f"implementation: expected 'torch', 'triton' or None, got {implementation!r}"
+        )
+    lacks = _triton_lacks(x, weight, heads) if implementation == "triton" else None
+    if lacks is not None:
+        raise ValueError(f"implementation: expected {lacks} with 'triton'")
+    return implementation
+
+
+def _triton_lacks(x: Tensor, weight: Tensor | None, heads: int) -> str | None:
+    """What the Triton kernels would need and what came instead; None if they can run."""
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"bfloat16, float16 or float32, got {x.dtype}"
+    D = x.shape[2] // heads
+    if D > _TRITON_HEAD_SIZE:
+        return f"a head size of at most {_TRITON_HEAD_SIZE}, got {D}"
+    if weight is not None and weight.shape[1] > _TRITON_WIDTH:
+        return f"a convolution of width at most {_TRITON_WIDTH}, got {weight.shape[1]}"
+    from path_attention.ops.triton.device import device_lacks
+
+    return device_lacks(x.device.type, x.device.index)
 
 
 def _convolve(x: Tensor, weight: Tensor, state: Tensor | None, packing: Packing | None) -> Tensor:
@@ -104,6 +144,9 @@ def _check(
         return
     if weight.dim() != 2 or weight.shape[0] != C or weight.shape[1] < 1:
         raise ValueError(f"weight: expected [{C}, K] with K ≥ 1, got {list(weight.shape)}")
+    for name, y in (("weight", weight), ("state", state)):
+        if y is not None and y.device != x.device:
+            raise ValueError(f"{name}: expected on x's device {x.device}, got {y.device}")
     if state is not None and state.shape != (B, weight.shape[1] - 1, C):
         raise ValueError(f"state: expected {[B, weight.shape[1] - 1, C]}, got {list(state.shape)}")
     if packing is not None:

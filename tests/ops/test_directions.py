@@ -99,6 +99,23 @@ def test_autocast_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"implementation": "cuda"}, "expected 'torch', 'triton' or None, got 'cuda'"),
+        ({"x": torch.zeros(1, 5, 8, dtype=torch.float64)}, "float32, got torch.float64 with"),
+        ({"x": torch.zeros(1, 1, 514), "weight": None}, "head size of at most 256, got 257 with"),
+        ({"weight": torch.zeros(8, 9)}, "width at most 8, got 9 with 'triton'"),
+        ({"x": torch.zeros(1, 5, 8, device="meta"), "weight": None}, "got tensors on meta with"),
+    ],
+)
+def test_an_implementation_that_cannot_run_is_refused(change: dict, message: str) -> None:
+    pytest.importorskip("triton")
+    arguments = {"x": torch.zeros(1, 5, 8), "weight": torch.zeros(8, 3), "heads": 2, **change}
+    with pytest.raises(ValueError, match=f"implementation: .*{message}"):
+        householder_directions(**{"implementation": "triton", **arguments})
+
+
+@pytest.mark.parametrize(
     ("change", "named"),
     [
         ({"x": torch.zeros(2, 4)}, "x: expected"),
@@ -107,6 +124,7 @@ def test_autocast_changes_nothing() -> None:
         ({"heads": 0}, "heads: expected"),
         ({"weight": torch.zeros(7, 3)}, "weight: expected"),
         ({"weight": torch.zeros(8, 0)}, "weight: expected"),
+        ({"weight": torch.zeros(8, 3, device="meta")}, "weight: expected on x's device cpu"),
         ({"state": torch.zeros(1, 3, 8)}, "state: expected"),
         ({"weight": None, "state": torch.zeros(1, 2, 8)}, "state: expected None"),
         ({"packing": Packing.from_lengths([4])}, "packing: expected"),

@@ -1,0 +1,28 @@
+"""Whether the kernels can run on a device. Imports no Triton; imported itself only when asked.
+
+(The decorator below loads torch's compiler, and that loads Triton.)
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import torch
+
+_CAPABILITY = (8, 0)
+
+
+@torch.compiler.assume_constant_result
+def device_lacks(kind: str, index: int | None) -> str | None:
+    """What Triton kernels would need and what came instead; None if they can run there."""
+    if find_spec("triton") is None:
+        return "the package triton, which is not installed,"
+    if kind == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":  # kernels run as Python
+        return None
+    if kind != "cuda" or torch.version.hip is not None:
+        return f"an NVIDIA GPU, got tensors on {kind}"
+    capability = torch.cuda.get_device_capability(index)
+    if capability < _CAPABILITY:
+        return f"a compute capability of at least 8.0, got {'.'.join(map(str, capability))}"
+    return None
