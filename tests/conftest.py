@@ -1,11 +1,27 @@
-"""What every test may use: fixed seeds, and fresh memory that is NaN until it is written."""
+"""What every test may use: fixed seeds, and fresh memory that is NaN until it is written.
+
+Without a GPU, Triton's kernels run as Python by its interpreter. It wants to know before it is
+imported, whichever test does that first.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+HAS_GPU = torch.cuda.is_available() and torch.version.cuda is not None
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
+    for item in items:
+        if item.get_closest_marker("gpu") and not HAS_GPU:
+            item.add_marker(skip)
 
 
 @pytest.fixture(autouse=True)

@@ -14,12 +14,21 @@ from path_attention.ops.packing import Packing
 
 Implementation = Callable[..., tuple[Tensor, Tensor]]
 
+
+def _triton(*arguments) -> tuple[Tensor, Tensor]:
+    from path_attention.ops.triton.operator import triton_attention
+
+    return triton_attention(*arguments)
+
+
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "definition": definition,
     "blockwise": blockwise,
+    "triton": _triton,
 }
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _AUTOCAST = _FLOATS[:3]
+_TRITON_HEAD_SIZE = 256
 _UNIT_NORM_TOLERANCE = 1e-3  # of ‖w‖² in float32; a w rounded to 16 bits is renormalised instead
 
 
@@ -89,8 +98,9 @@ def path_attention(
         cu_seqlens: borders of packed documents (B = 1), `[N + 1]` integers or a `Packing`; tokens
             never see another document's.
         return_lse: also return log Σ_j exp A_ij.
-        implementation: "definition" (literal; the oracle) or "blockwise" (linear memory, any
-            device); None chooses.
+        implementation: "definition" (literal; the oracle), "blockwise" (linear memory, any device)
+            or "triton" (fast; NVIDIA GPUs of compute capability 8.0 or more, head sizes up to 256,
+            not float64). None is "triton" where it can run, else "blockwise".
         check_contract: check the values of w, β and log_forget too; waits for the device.
 
     Returns:
@@ -110,21 +120,38 @@ def path_attention(
         _check_contract(w, beta, log_forget)
     if w is not None and w.dtype in (torch.bfloat16, torch.float16):
         w = torch.nn.functional.normalize(w.float(), dim=-1, eps=1e-6)
-    run = _choose(implementation, q)
+    run = _choose(implementation, q, v)
     with torch.autocast(device_type, enabled=False):
         out, lse = run(q, k, v, w, beta, log_forget, scale, packing)
     return (out, lse) if return_lse else out
 
 
-def _choose(implementation: str | None, q: Tensor) -> Implementation:
+def _choose(implementation: str | None, q: Tensor, v: Tensor) -> Implementation:
     if implementation is None:
-        implementation = "blockwise"
-    if implementation not in IMPLEMENTATIONS:
+        usable = q.device.type == "cuda" and _triton_lacks(q, v) is None
+        implementation = "triton" if usable else "blockwise"
+    elif implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"implementation: expected one of {sorted(IMPLEMENTATIONS)} or None, "
             f"got {implementation!r}"
         )
+    elif implementation == "triton":
+        lacks = _triton_lacks(q, v)
+        if lacks is not None:
+            raise ValueError(f"implementation: expected {lacks} with 'triton'")
     return IMPLEMENTATIONS[implementation]
+
+
+def _triton_lacks(q: Tensor, v: Tensor) -> str | None:
+    """What the Triton kernels would need and what came instead; None if they can run."""
+    if q.dtype == torch.float64:
+        return f"bfloat16, float16 or float32, got {q.dtype}"
+    D, DV = q.shape[3], v.shape[3]
+    if max(D, DV) > _TRITON_HEAD_SIZE:
+        return f"head sizes of at most {_TRITON_HEAD_SIZE}, got D = {D} and DV = {DV}"
+    from path_attention.ops.triton.device import device_lacks
+
+    return device_lacks(q.device.type, q.device.index)
 
 
 def _check_shapes(

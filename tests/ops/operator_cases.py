@@ -20,8 +20,8 @@ class Inputs(NamedTuple):
     beta: Tensor | None
     log_forget: Tensor | None
 
-    def to(self, dtype: torch.dtype) -> Inputs:
-        return Inputs(*(None if x is None else x.to(dtype) for x in self))
+    def to(self, target: torch.dtype | torch.device | str) -> Inputs:
+        return Inputs(*(None if x is None else x.to(target) for x in self))
 
 
 class Run(NamedTuple):
@@ -92,7 +92,7 @@ def run(
     grads = torch.autograd.grad(
         (out, lse),
         list(leaves.values()),
-        [above[0].to(out.dtype), above[1].to(lse.dtype)],
+        [above[0].to(out), above[1].to(lse)],
         allow_unused=True,
         materialize_grads=True,
     )

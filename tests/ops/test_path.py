@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from operator_cases import make_inputs
 
 from path_attention import Packing, path_attention
+from path_attention.ops import path
+from path_attention.ops.triton import device
 
 T = 6
 GOOD = make_inputs(T, heads=(4, 2), size=(8, 5), dtype=torch.float32)._asdict()
@@ -156,3 +159,55 @@ def test_a_rounded_direction_is_renormalised(dtype):
     out = path_attention(*inputs)
     assert torch.equal(out, path_attention(*inputs._replace(w=exact)))
     assert (inputs.w.float().square().sum(-1) - 1).abs().max() > 1e-4  # so that it matters
+
+
+# --- Which implementation ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"dtype": torch.float64}, "expected bfloat16, float16 or float32, got torch.float64"),
+        ({"size": (257, 8)}, "expected head sizes of at most 256, got D = 257 and DV = 8"),
+        ({"size": (8, 300)}, "expected head sizes of at most 256, got D = 8 and DV = 300"),
+        ({}, "expected an NVIDIA GPU, got tensors on cpu"),
+    ],
+)
+def test_triton_is_refused_where_it_cannot_run(changed, message, monkeypatch):
+    monkeypatch.setattr(device, "find_spec", lambda name: object())
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    inputs = make_inputs(T, **{"dtype": torch.float32, **changed})
+    with pytest.raises(ValueError, match=f"implementation: {message} with 'triton'"):
+        path_attention(*inputs, implementation="triton")
+
+
+def test_triton_is_refused_where_it_is_not_installed(monkeypatch):
+    monkeypatch.setattr(device, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="implementation: expected the package triton, which is"):
+        path_attention(*make_inputs(T, dtype=torch.float32), implementation="triton")
+
+
+def tensor_on(device: str, dtype: torch.dtype = torch.bfloat16, size: int = 64):
+    """As much of a tensor as the choice looks at, so that no GPU is needed."""
+    return SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(1, T, 1, size))
+
+
+@pytest.mark.parametrize(
+    ("q", "capability", "chosen"),
+    [
+        (tensor_on("cuda:0"), (8, 0), "triton"),
+        (tensor_on("cuda:0", torch.float32, 256), (10, 0), "triton"),
+        (tensor_on("cuda:0"), (7, 5), "blockwise"),
+        (tensor_on("cuda:0", torch.float64), (9, 0), "blockwise"),
+        (tensor_on("cuda:0", size=257), (9, 0), "blockwise"),
+        (tensor_on("cpu"), (9, 0), "blockwise"),
+    ],
+)
+def test_the_choice(q, capability, chosen, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(device, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    assert path._choose(None, q, q) is path.IMPLEMENTATIONS[chosen]
+    monkeypatch.setattr(device, "find_spec", lambda name: None)
+    assert path._choose(None, q, q) is path.IMPLEMENTATIONS["blockwise"]

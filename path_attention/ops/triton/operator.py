@@ -59,6 +59,8 @@ def triton_attention(
     for float32 inputs three TF32 products. `lse` comes in float32.
     """
     lengths = None if packing is None else packing.host_lengths
+    if scale < 0:  # the kernels take a maximum before they scale
+        q, scale = -q, -scale
     out, lse, _ = _forward(q, k, v, w, beta, log_forget, scale, lengths)
     return out, lse
 
@@ -283,7 +285,7 @@ def _forward(
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if q.numel() == 0:
-        return out, lse, lse.new_empty(8)
+        return out, lse, lse.new_empty(3)
     with torch.cuda.device_of(q):
         c = _make_call(q, k, v, w, beta, log_forget, lengths)
         blocks, HQ, t = c.grid.count, q.shape[2], c.tiles
@@ -306,7 +308,7 @@ def _forward(
 @_forward.register_fake
 def _(q, k, v, w, beta, log_forget, scale, lengths):
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    return q.new_empty(*q.shape[:3], v.shape[3]), lse, lse.new_empty(8)
+    return q.new_empty(*q.shape[:3], v.shape[3]), lse, lse.new_empty(3)
 
 
 @torch.library.custom_op("path_attention::triton_backward", mutates_args=())
@@ -357,6 +359,16 @@ def _(grad_out, grad_lse, q, k, v, w, beta, log_forget, out, lse, ranges, scale,
         q.new_empty(0 if x is None else x.shape, dtype=None if x is None else x.dtype)
         for x in (q, k, v, w, beta, log_forget)
     )
+
+
+def _refuse(ctx, *grads):
+    raise RuntimeError(
+        "path_attention: triton is differentiable once, its gradients are not (create_graph); "
+        'implementation="definition" has derivatives of every order'
+    )
+
+
+_backward.register_autograd(_refuse)
 
 
 class _Gradients(NamedTuple):

@@ -1,7 +1,7 @@
 """Powers of two that keep float16 operands in range, found on the device: no step waits for the host.
 
-`range_ptr` in every kernel, eight float32: 0 of q (its sign that of the scale), 1 of k, 2 of scores (to
-base 2), 3 of score gradients; and what undoes them in the gradients of 4 q, 5 k, 6 w and β, 7 the gates.
+`range_ptr` in every kernel, float32: 0 of q, 1 of k, 2 of scores (to base 2); in the backward pass also
+3 of score gradients, and what undoes them in the gradients of 4 q, 5 k, 6 w and β, 7 the gates.
 """
 
 from __future__ import annotations
@@ -43,10 +43,9 @@ def forward_ranges_kernel(norms_ptr, range_ptr, scale, IN_RANGE: tl.constexpr):
     if IN_RANGE:
         q_range = power_of_two(tl.load(norms_ptr))
         k_range = power_of_two(tl.load(norms_ptr + 1))
-    sign = tl.where(scale < 0, -1.0, 1.0)
-    tl.store(range_ptr, q_range * sign)
+    tl.store(range_ptr, q_range)
     tl.store(range_ptr + 1, k_range)
-    tl.store(range_ptr + 2, scale * sign * 1.4426950408889634 / q_range / k_range)
+    tl.store(range_ptr + 2, scale * 1.4426950408889634 / q_range / k_range)
 
 
 @triton.jit
@@ -60,7 +59,6 @@ def backward_ranges_kernel(norms_ptr, forward_ptr, range_ptr, scale, IN_RANGE: t
     tl.store(range_ptr + 1, k_range)
     tl.store(range_ptr + 2, tl.load(forward_ptr + 2))
     tl.store(range_ptr + 3, grad_range)
-    # The signs of scale and of q's range agree, so theirs is the sign of neither dk nor dw.
     tl.store(range_ptr + 4, scale / k_range / grad_range)
     tl.store(range_ptr + 5, scale / q_range / grad_range)
     tl.store(range_ptr + 6, scale / q_range / k_range / grad_range)
@@ -84,9 +82,9 @@ def _largest_norms(tensors: list[Tensor]) -> Tensor:
 
 
 def forward_ranges(q: Tensor, k: Tensor, scale: float, in_range: bool) -> Tensor:
-    """Scalars 0–2 for queries and keys `[tokens, heads, D]`; 1 for q and k where not in_range."""
+    """Scalars 0–2 for queries and keys `[tokens, heads, D]`, scale ≥ 0; 1 for q, k if not in_range."""
     norms = _largest_norms([q, k]) if in_range else q.new_empty(4, dtype=torch.float32)
-    ranges = torch.empty(8, dtype=torch.float32, device=q.device)
+    ranges = torch.empty(3, dtype=torch.float32, device=q.device)
     forward_ranges_kernel[(1,)](norms, ranges, scale, IN_RANGE=in_range)
     return ranges
 
@@ -103,6 +101,6 @@ def backward_ranges(
     norms = _largest_norms([grad_out, v]) if in_range else forward
     if grad_lse is not None and in_range:
         norms[2] = grad_lse.abs().max()
-    ranges = torch.empty_like(forward)
+    ranges = forward.new_empty(8)
     backward_ranges_kernel[(1,)](norms, forward, ranges, scale, IN_RANGE=in_range)
     return ranges
