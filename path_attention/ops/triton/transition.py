@@ -23,36 +23,40 @@ _COUNTS = ["count", "nodes", "keys", "levels", "level"]
 
 
 @triton.jit
-def _inverse(b_w, b_beta, OPERAND: tl.constexpr):
-    """X = (I + N)⁻¹, N = diag(β)·striu(W Wᵀ): 16 rows by substitution, then merged. [64, 64]
+def _merge(b_x, b_n, HALF: tl.constexpr, OPERAND: tl.constexpr):
+    """From inverses of HALF rows each to twice as many: X − X N' X, N' being N between the two."""
+    o = tl.arange(0, 64)
+    r, c = o[:, None], o[None, :]
+    between = (r // (2 * HALF) == c // (2 * HALF)) & (r // HALF != c // HALF)
+    b_nx = dot_exact(tl.where(between, b_n, 0.0), b_x, OPERAND)
+    return b_x - dot_exact(b_x, b_nx, OPERAND)
 
-    X over twice the rows is X − X N' X, where N' is N between the two halves.
-    """
+
+@triton.jit
+def _inverse(b_w, b_beta, OPERAND: tl.constexpr):
+    """X = (I + N)⁻¹, N = diag(β)·striu(W Wᵀ): 8 rows by substitution, then merged. [64, 64]"""
     o = tl.arange(0, 64)
     r, c = o[:, None], o[None, :]
     b_ww = dot_exact(b_w, tl.trans(b_w), OPERAND)
     b_n = tl.where(r < c, b_ww * b_beta[:, None], 0.0)
 
-    # The four diagonal squares of 16, [4, 16, 16]; the transpose of N, so that a column is a row.
-    b_nt = tl.reshape(tl.where(r > c, b_ww * b_beta[None, :], 0.0), [4, 16, 4, 16])
-    o_4 = tl.arange(0, 4)
-    same = o_4[:, None, None, None] == o_4[None, None, :, None]
+    # The eight diagonal squares of 8, [8, 8, 8]; the transpose of N, so that a column is a row.
+    b_nt = tl.reshape(tl.where(r > c, b_ww * b_beta[None, :], 0.0), [8, 8, 8, 8])
+    o_8 = tl.arange(0, 8)
+    same = o_8[:, None, None, None] == o_8[None, None, :, None]
     b_nt = tl.sum(tl.where(same, b_nt, 0.0), 2)
-    o_16 = tl.arange(0, 16)
-    column = o_16[None, None, :]
-    b_d = tl.where(o_16[None, :, None] == column, 1.0, 0.0) + tl.zeros([4, 16, 16], tl.float32)
-    for i in tl.range(1, 16, num_stages=1):
-        b_column = tl.sum(tl.where(o_16[None, :, None] == i, b_nt, 0.0), 1)  # N[:, i], [4, 16]
+    row, column = o_8[None, :, None], o_8[None, None, :]
+    b_d = tl.where(row == column, 1.0, 0.0) + tl.zeros([8, 8, 8], tl.float32)
+    for i in tl.static_range(1, 8):
+        b_column = tl.sum(tl.where(row == i, b_nt, 0.0), 1)  # N[:, i], [8, 8]
         b_sum = tl.sum(b_d * b_column[:, None, :], 2)
         b_d = tl.where(column == i, b_d - b_sum[:, :, None], b_d)
-    b_x = tl.where(same, b_d[:, :, None, :], 0.0) + tl.zeros([4, 16, 4, 16], tl.float32)
+    b_x = tl.where(same, b_d[:, :, None, :], 0.0) + tl.zeros([8, 8, 8, 8], tl.float32)
     b_x = tl.reshape(b_x, [64, 64])
 
-    halves = (r // 32 == c // 32) & (r // 16 != c // 16)
-    b_nx = dot_exact(tl.where(halves, b_n, 0.0), b_x, OPERAND)
-    b_x -= dot_exact(b_x, b_nx, OPERAND)
-    b_nx = dot_exact(tl.where(r // 32 != c // 32, b_n, 0.0), b_x, OPERAND)
-    return b_x - dot_exact(b_x, b_nx, OPERAND)
+    b_x = _merge(b_x, b_n, 8, OPERAND)
+    b_x = _merge(b_x, b_n, 16, OPERAND)
+    return _merge(b_x, b_n, 32, OPERAND)
 
 
 @triton.jit(do_not_specialize=_COUNTS)
