@@ -1,7 +1,7 @@
 """The main loops of the backward pass: gradients of moved queries, of moved keys, and of values.
 
-docs/algorithm.md §4. Both walk the levels from the top down. Between two levels a gradient goes back
-through the move that joined them, so one accumulator holds the sum over all levels.
+docs/algorithm.md §4. Both walk the levels from the top down. Between two levels a gradient goes
+back through the move that joined them, so one accumulator holds the sum over all levels.
 
 Score gradients are scaled by a power of two (`range_ptr + 3`) that keeps them inside float16.
 """

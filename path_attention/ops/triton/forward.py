@@ -1,7 +1,7 @@
 """Queries meet the keys of the left units, level by level: the main loop of the forward pass.
 
-docs/algorithm.md §3. Inside a level this is plain attention without a mask: the left unit is complete
-and lies before every query of the right one.
+docs/algorithm.md §3. Inside a level this is plain attention without a mask: the left unit is
+complete and lies before every query of the right one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Where every block of every sequence lies, and where each level of the tree keeps its units.
 
-docs/algorithm.md §3. Sequence by sequence, blocks of 64 tokens are the leaves. At level ℓ, units of 2^ℓ
-blocks meet in pairs. Block X's queries take part where bit ℓ of X is set (its unit is a right one), its
-keys where it is clear and a right unit follows. So only these rows of a level are stored.
+docs/algorithm.md §3. Sequence by sequence, blocks of 64 tokens are the leaves. At level ℓ, units of
+2^ℓ blocks meet in pairs. Block X's queries take part where bit ℓ of X is set (its unit is a right
+one), its keys where it is clear and a right unit follows. So only these rows of a level are stored.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Queries before they meet anyone further: their own block, its pair, and their way up the tree.
 
-docs/algorithm.md §2–§4. A block's queries attend their block and, when they are the right half of the
-first level's pair, the block before; moved to the block's start, they are carried up the tree and stored
-wherever their unit is a right one.
+docs/algorithm.md §2–§4. A block's queries attend their block and, when they are the right half of
+the first level's pair, the block before; moved to the block's start, they are carried up the tree
+and stored wherever their unit is a right one.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def queries_fwd_kernel(
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     TRANSPORT: tl.constexpr, GATE: tl.constexpr, ATTEND: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """Attend the block (and its pair's left one) as a softmax begun; store the queries per level."""
+    """Begin the softmax with the block and its pair's left one; store the queries per level."""
     i_block, i_hq = tl.program_id(0), tl.program_id(1)
     i_h = i_hq // G
     token, valid, i, _, _, table = block_row(blocks_ptr, sequences_ptr, i_block, levels)
@@ -163,8 +163,8 @@ def local_bwd_kernel(
     """Gradients through a block's own scores and its queries' move, for the g-th head of a group.
 
     With Q̃ = Q − tril(Q Wᵀ) G and A = Q Kᵀ − tril(Q Wᵀ) Eᵀ. Final: dq; after the last head dv and,
-    without transport, dk. With it, dE, dG and a share of dK and dW go to `block_bwd_kernel`. A group's
-    heads come one launch after another and add up.
+    without transport, dk. With it, dE, dG and a share of dK and dW go to `block_bwd_kernel`. The
+    heads of a group come one launch after another and add up.
     """
     i_block, i_h = tl.program_id(0), tl.program_id(1)
     i_hq = i_h * G + g

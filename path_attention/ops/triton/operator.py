@@ -55,8 +55,8 @@ def triton_attention(
     """PaTH attention by Triton kernels (docs/algorithm.md §3).
 
     Arguments as in `path_attention`, validated there; bfloat16, float16 or float32. Products take
-    float16 operands (moved queries and keys are scaled into range by powers of two) and float32 sums,
-    for float32 inputs three TF32 products. `lse` comes in float32.
+    float16 operands (moved queries and keys are scaled into range by powers of two) and float32
+    sums; for float32 inputs each is six bfloat16 products. `lse` comes in float32.
     """
     lengths = None if packing is None else packing.host_lengths
     if scale < 0:  # the kernels take a maximum before they scale
@@ -189,7 +189,7 @@ def _strides(*tensors: Tensor) -> list[int]:
 
 
 def _public(x: Tensor, width: int, rows: int, columns: int | None = None) -> TensorDescriptor:
-    """Tiles [rows, columns] of [tokens, heads, D], each head padded to its width where it must be."""
+    """Tiles [rows, columns] of [tokens, heads, D], each head padded to its width if need be."""
     tokens, heads, D = x.shape
     aligned = x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
     if width != D or x.stride(1) != width or not aligned:
@@ -226,8 +226,8 @@ def _move(
         query_gates = c.empty(HQ, max(1, grid.queries), 64)
         key_gates = c.empty(HQ, max(1, grid.keys), 64)
         gates_fwd_kernel[(blocks, HQ)](
-            c.decay, _or(lse, ranges), query_gates, key_gates, *c.tables, blocks, grid.queries, grid.keys,
-            grid.levels, c.decay_row, BACKWARD=backward, num_warps=1,
+            c.decay, _or(lse, ranges), query_gates, key_gates, *c.tables, blocks, grid.queries,
+            grid.keys, grid.levels, c.decay_row, BACKWARD=backward, num_warps=1,
         )  # fmt: skip
     if w is not None and beta is not None:
         inverse = c.empty(H, blocks, 64, 64) if backward else None
@@ -240,8 +240,9 @@ def _move(
         tile = min(t.tree_tile, DP)
         block_fwd_kernel[(blocks, H)](
             c.k, w, beta, ranges, _or(inverse, ranges), kt, coefficients, g, transitions,
-            _or(operand, ranges), *c.tables, blocks, grid.nodes, grid.levels, *_strides(c.k, w, beta), D=t.D, DC=min(64, DP),
-            BACKWARD=backward, num_warps=t.block_warps, **common,
+            _or(operand, ranges), *c.tables, blocks, grid.nodes, grid.levels,
+            *_strides(c.k, w, beta), D=t.D, DC=min(64, DP), BACKWARD=backward,
+            num_warps=t.block_warps, **common,
         )  # fmt: skip
         for level in range(1, grid.levels):
             tree_fwd_kernel[(blocks, H, (DP // tile) ** 2)](

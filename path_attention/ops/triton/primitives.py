@@ -7,7 +7,8 @@ import os
 import triton
 import triton.language as tl
 
-# Float32 operands as three bfloat16 each, six products: right to float32. The interpreter has plain ones.
+# Float32 operands as three bfloat16 each, six products: right to float32. The interpreter takes
+# them plain.
 FLOAT32: tl.constexpr = tl.constexpr(
     "ieee" if os.environ.get("TRITON_INTERPRET") == "1" else "bf16x6"
 )

@@ -1,7 +1,7 @@
-"""Powers of two that keep float16 operands in range, found on the device: no step waits for the host.
+"""Powers of two that keep float16 operands in range, found on the device without the host.
 
-`range_ptr` in every kernel, float32: 0 of q, 1 of k, 2 of scores (to base 2); in the backward pass also
-3 of score gradients, and what undoes them in the gradients of 4 q, 5 k, 6 w and β, 7 the gates.
+`range_ptr` in every kernel, float32: 0 of q, 1 of k, 2 of scores (to base 2); in the backward pass
+also 3 of score gradients, and what undoes them in the gradients of 4 q, 5 k, 6 w and β, 7 the gates.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _largest_norms(tensors: list[Tensor]) -> Tensor:
 
 
 def forward_ranges(q: Tensor, k: Tensor, scale: float, in_range: bool) -> Tensor:
-    """Scalars 0–2 for queries and keys `[tokens, heads, D]`, scale ≥ 0; 1 for q, k if not in_range."""
+    """Scalars 0–2 for q and k `[tokens, heads, D]`, scale ≥ 0; 0 and 1 are 1 if not in_range."""
     norms = _largest_norms([q, k]) if in_range else q.new_empty(4, dtype=torch.float32)
     ranges = torch.empty(3, dtype=torch.float32, device=q.device)
     forward_ranges_kernel[(1,)](norms, ranges, scale, IN_RANGE=in_range)

@@ -140,7 +140,7 @@ def keys_fwd_kernel(
     kt_ptr, p_ptr, kh_ptr, blocks_ptr, sequences_ptr, count, nodes, keys, levels,
     DP: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """Carry one block's keys up the tree; store them at the end of each left unit they meet from."""
+    """Carry one block's keys up the tree; store them at the end of each left unit they are in."""
     i_block, i_h = tl.program_id(0), tl.program_id(1)
     _, _, i, size, _, table = block_row(blocks_ptr, sequences_ptr, i_block, levels)
     o, o_d = tl.arange(0, 64), tl.arange(0, DP)
