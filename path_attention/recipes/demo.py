@@ -42,8 +42,8 @@ def _demo(preset: str) -> Recipe:
         data=DataRecipe(context_length=256, build=CorpusRecipe(vocab_size=4096)),
         optimizer=OptimizerRecipe(learning_rate=3e-3),
         schedule=ScheduleRecipe(warmup_steps=40),
-        steps=700,
+        steps=500,
         batch_tokens=2048,
-        checkpoint=CheckpointRecipe(every=350),
+        checkpoint=CheckpointRecipe(every=250),
         log=LogRecipe(every=50, heldout_every=None, heldout_tokens=65536),
     )
