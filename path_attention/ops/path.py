@@ -28,7 +28,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 }
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _AUTOCAST = _FLOATS[:3]
-_TRITON_HEAD_SIZE = 256
+_TRITON_HEAD_SIZE = 128  # more does not fit a device's shared memory
 _UNIT_NORM_TOLERANCE = 1e-3  # of ‖w‖² in float32; a w rounded to 16 bits is renormalised instead
 
 
@@ -99,7 +99,7 @@ def path_attention(
             never see another document's.
         return_lse: also return log Σ_j exp A_ij.
         implementation: "definition" (literal; the oracle), "blockwise" (linear memory, any device)
-            or "triton" (fast; NVIDIA GPUs of compute capability 8.0 or more, head sizes up to 256,
+            or "triton" (fast; NVIDIA GPUs of compute capability 8.0 or more, head sizes up to 128,
             not float64). None is "triton" where it can run, else "blockwise".
         check_contract: check the values of w, β and log_forget too; waits for the device.
 

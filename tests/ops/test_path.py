@@ -168,8 +168,8 @@ def test_a_rounded_direction_is_renormalised(dtype):
     ("changed", "message"),
     [
         ({"dtype": torch.float64}, "expected bfloat16, float16 or float32, got torch.float64"),
-        ({"size": (257, 8)}, "expected head sizes of at most 256, got D = 257 and DV = 8"),
-        ({"size": (8, 300)}, "expected head sizes of at most 256, got D = 8 and DV = 300"),
+        ({"size": (129, 8)}, "expected head sizes of at most 128, got D = 129 and DV = 8"),
+        ({"size": (8, 300)}, "expected head sizes of at most 128, got D = 8 and DV = 300"),
         ({}, "expected an NVIDIA GPU, got tensors on cpu"),
     ],
 )
@@ -196,10 +196,10 @@ def tensor_on(device: str, dtype: torch.dtype = torch.bfloat16, size: int = 64):
     ("q", "capability", "chosen"),
     [
         (tensor_on("cuda:0"), (8, 0), "triton"),
-        (tensor_on("cuda:0", torch.float32, 256), (10, 0), "triton"),
+        (tensor_on("cuda:0", torch.float32, 128), (10, 0), "triton"),
         (tensor_on("cuda:0"), (7, 5), "blockwise"),
         (tensor_on("cuda:0", torch.float64), (9, 0), "blockwise"),
-        (tensor_on("cuda:0", size=257), (9, 0), "blockwise"),
+        (tensor_on("cuda:0", size=129), (9, 0), "blockwise"),
         (tensor_on("cpu"), (9, 0), "blockwise"),
     ],
 )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from kernel_cases import ENCODINGS, FLOAT32, assert_close, assert_triton_is_the_definition, encoded
-from operator_cases import Inputs, correlated_directions, run, swaps
+from operator_cases import Inputs, correlated_directions, run
+from swap_cases import swapped_inputs
 
 from path_attention import Packing, path_attention
 
@@ -117,14 +117,12 @@ def test_correlated_directions():
     assert_triton_is_the_definition(hard, limit=1e-5)
 
 
-def test_swaps_find_the_same_key():
-    # One-hot queries and keys: each query attends the keys whose coordinate it has arrived at.
-    x = encoded("path", 200, heads=(1, 1))
-    assert x.w is not None and x.beta is not None
-    hot = torch.randint(16, (1, 200, 1))
-    x = x._replace(q=30 * F.one_hot(hot, 16).float(), k=F.one_hot(hot, 16).float())
-    x = with_transport(x, swaps(tuple(x.w.shape)), torch.full_like(x.beta, 2))
-    assert_triton_is_the_definition(x)
+@pytest.mark.parametrize("implementation", ["definition", "blockwise", "triton"])
+def test_swaps_find_their_key(implementation):
+    inputs, target = swapped_inputs(200, heads=(2, 1), D=32)
+    out = path_attention(*inputs, scale=10.0, implementation=implementation)
+    expected = inputs.v.expand(-1, -1, 2, -1).gather(1, target[..., None].expand(out.shape))
+    assert torch.equal(out.sign(), expected)
 
 
 def test_no_strength_is_no_transport():

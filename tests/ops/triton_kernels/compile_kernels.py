@@ -1,0 +1,126 @@
+"""Compile the operator's kernels for a device that need not be here; print what they take.
+
+    python compile_kernels.py 90:64:path_fox:bfloat16:232448 …
+
+Each argument is a compute capability, a head size, an encoding, a dtype and the shared memory
+(bytes) that tiles are chosen for. One line of JSON a kernel: its name, shared memory and stack
+(where registers spill to) in bytes, or the compiler's error. A run on CPU tensors, whose launches
+are recorded and not made, says which kernels there are and what they are specialised for. It wants
+a process of its own: kernels that were decorated for the interpreter do not compile.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+import torch
+import triton
+from kernel_cases import encoded
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from path_attention.ops.triton import operator, ranges
+
+TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+class Launches:
+    """Stands in for a kernel: writes down its launches."""
+
+    def __init__(self, kernel, seen: list):
+        self.kernel, self.seen = kernel, seen
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: self.seen.append((self.kernel, args, kwargs))
+
+
+def record(module: ModuleType, seen: list) -> None:
+    for name in dir(module):
+        if name.endswith("_kernel"):
+            setattr(module, name, Launches(getattr(module, name), seen))
+
+
+def source(kernel, args: tuple, kwargs: dict) -> ASTSource:
+    """What Triton would compile for a launch: types, constants, known divisibilities."""
+    bound = dict(zip([p.name for p in kernel.params], args, strict=False)) | kwargs
+    signature, constants, attributes = {}, {}, {}
+    for n, parameter in enumerate(kernel.params):
+        value = bound[parameter.name]
+        if parameter.is_constexpr:
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = "*" + TYPES[value.dtype]
+            attributes[(n,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, TensorDescriptor):
+            shape = list(value.block_shape)
+            signature[parameter.name] = f"tensordesc<{TYPES[value.base.dtype]}{shape}>"
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        else:
+            signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
+            if value % 16 == 0 and not parameter.do_not_specialize:
+                attributes[(n,)] = [["tt.divisibility", 16]]
+    return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+
+
+def stack(binary: bytes) -> int:
+    """Bytes of a thread's stack: the registers that did not fit."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return max(int(n) for n in re.findall(r"STACK:(\d+)", text))
+
+
+def launches(D: int, encoding: str, dtype: torch.dtype, shared_memory: int, seen: list) -> None:
+    """One forward and backward pass of a 512-token sequence."""
+    operator._shared_memory = lambda device: shared_memory
+    x = encoded(encoding, 512, heads=(4, 2), size=(D, D))
+    x = [*x.to(dtype)[:3], *x[3:]]
+    out, lse, ranges = operator._forward(*x, 0.1, None)
+    operator._backward(out, None, *x, out, lse, ranges, 0.1, None)
+
+
+def main() -> None:
+    seen: list = []
+    record(operator, seen)
+    record(ranges, seen)
+    for spec in sys.argv[1:]:
+        capability, D, encoding, dtype, shared_memory = spec.split(":")
+        seen.clear()
+        launches(int(D), encoding, getattr(torch, dtype), int(shared_memory), seen)
+        target, done = GPUTarget("cuda", int(capability), 32), set()
+        for kernel, args, kwargs in seen:
+            options = {n: kwargs[n] for n in OPTIONS if n in kwargs}
+            rest = {n: x for n, x in kwargs.items() if n not in options}
+            row = {"spec": spec, "kernel": kernel.fn.__name__}
+            try:
+                made = triton.compile(source(kernel, args, rest), target=target, options=options)
+            except Exception as error:  # of whatever pass of the compiler
+                print(json.dumps({**row, "error": repr(error)[:300]}), flush=True)
+                continue
+            if made.hash not in done:
+                used = {"shared": made.metadata.shared, "stack": stack(made.asm["cubin"])}
+                print(json.dumps(row | used), flush=True)
+            done.add(made.hash)
+
+
+if __name__ == "__main__":
+    main()
