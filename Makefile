@@ -12,6 +12,8 @@ SEEDS ?= 0,1,2
 comma := ,
 EACH_SEED := $(subst $(comma), ,$(SEEDS))
 COMMAND := $(BIN)/path-attention
+# Threads that wait for one another by spinning cost a busy machine most of its time.
+export GOMP_SPINCOUNT := 5000
 
 .NOTPARALLEL:
 .PHONY: help test lint format demo seeds clean

@@ -43,6 +43,11 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
         "BenchmarkOperator",
         "time and peak memory of the operator beside plain attention",
     ),
+    ("benchmark", "stages"): (
+        "path_attention.benchmarks.stages",
+        "BenchmarkStages",
+        "where the time of the Triton operator goes, kernel by kernel",
+    ),
 }
 _ERRORS = (ValueError, OSError, FloatingPointError)
 

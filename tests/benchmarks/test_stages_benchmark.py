@@ -1,0 +1,34 @@
+"""The stages' benchmark: what can be said of it without a GPU."""
+
+import pytest
+import torch
+
+from path_attention.benchmarks.stages import BenchmarkStages, _draw, _products
+
+T, HEADS, SIZE = 1024, 2, 64
+
+
+def test_products_count_every_pair_of_blocks_once():
+    blocks = T // 64
+    products = _products(T, HEADS, SIZE)
+    scores = HEADS * 64 * 64 * sum(range(blocks))
+    assert products["queries_bwd"] == 3 * 2 * SIZE * scores
+    assert products["keys_bwd"] == 4 * 2 * SIZE * scores
+    first_pairs = HEADS * 64 * 64 * (blocks // 2)
+    assert products["meet_fwd"] == 2 * 2 * SIZE * (scores - first_pairs)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_refused_without_a_gpu(tmp_path):
+    with pytest.raises(ValueError, match="device: expected an NVIDIA GPU"):
+        BenchmarkStages(out=tmp_path / "stages").run()
+
+
+def test_the_figure_has_a_bar_for_each_pass(tmp_path):
+    row = {"encoding": "path", "tokens": T, "heads": HEADS, "size": SIZE, "tflop_per_s": None}
+    rows = [
+        {**row, "pass": "forward", "kernel": "meet_fwd", "ms": 2.0},
+        {**row, "pass": "backward", "kernel": "keys_bwd", "ms": 4.0},
+    ]
+    _draw({"rows": rows, "device": "a GPU"}, tmp_path / "stages.png")
+    assert (tmp_path / "stages.png").stat().st_size > 10_000
