@@ -37,7 +37,7 @@ def _demo(preset: str) -> Recipe:
             num_hidden_layers=4,
             num_attention_heads=3,
             tie_word_embeddings=True,
-            options={"initializer_range": 0.06},
+            initializer_range=0.06,
         ),
         data=DataRecipe(context_length=256, build=CorpusRecipe(vocab_size=4096)),
         optimizer=OptimizerRecipe(learning_rate=3e-3),

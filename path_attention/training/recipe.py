@@ -27,7 +27,8 @@ class ModelRecipe:
     Attributes:
         preset: a name of `PathAttentionConfig.from_preset`, for example "path" or "rope".
         hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim,
-            intermediate_size, tie_word_embeddings: as in `PathAttentionConfig`; None: its default.
+            intermediate_size, tie_word_embeddings, initializer_range: as in
+            `PathAttentionConfig`; None: its default.
         options: any other field of `PathAttentionConfig`, by name. The vocabulary, the special
             tokens and the context length come from the data.
     """
@@ -40,6 +41,7 @@ class ModelRecipe:
     head_dim: int | None = None
     intermediate_size: int | None = None
     tie_word_embeddings: bool | None = None
+    initializer_range: float | None = None
     options: dict[str, int | float | bool | str | None] = field(default_factory=dict)
 
     def overrides(self) -> dict[str, Any]:

@@ -10,8 +10,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
-import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -21,15 +19,23 @@ from path_attention.ops.triton.backward import (
     keys_bwd_kernel,
     queries_bwd_kernel,
 )
+from path_attention.ops.triton.call import (
+    Call,
+    either,
+    make_call,
+    public,
+    running_sum,
+    stored,
+    strides,
+    token_rows,
+)
 from path_attention.ops.triton.forward import meet_fwd_kernel
-from path_attention.ops.triton.grid import Grid, make_grid
 from path_attention.ops.triton.local import (
     gates_fwd_kernel,
     local_bwd_kernel,
     queries_fwd_kernel,
 )
 from path_attention.ops.triton.ranges import backward_ranges, forward_ranges
-from path_attention.ops.triton.tiles import Tiles, choose_tiles
 from path_attention.ops.triton.transition import (
     block_bwd_kernel,
     block_fwd_kernel,
@@ -65,48 +71,6 @@ def triton_attention(
     return out, lse
 
 
-class _Call(NamedTuple):
-    """One call's inputs as the kernels take them: rows of B·T tokens, last dimension contiguous."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    w: Tensor | None
-    beta: Tensor | None
-    decay: Tensor | None  # [HQ, ≥ B·T] float64, running sums of log2 of the gate
-    grid: Grid
-    tiles: Tiles
-    H: int
-    G: int
-    operand: torch.dtype  # of moved queries and keys
-
-    @property
-    def tables(self) -> tuple[Tensor, Tensor]:
-        return self.grid.blocks, self.grid.sequences
-
-    @property
-    def decay_row(self) -> int:
-        return 0 if self.decay is None else self.decay.stride(0)
-
-    @property
-    def kinds(self) -> dict:
-        return dict(G=self.G, TRANSPORT=self.tiles.transport, GATE=self.tiles.gate)
-
-    @property
-    def sizes(self) -> dict:
-        t = self.tiles
-        return dict(D=t.D, DP=t.DP, DV=t.DV, DVP=t.DVP)
-
-    @property
-    def kernel_operand(self):
-        return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}.get(
-            self.operand, tl.float32
-        )
-
-    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return self.q.new_empty(shape, dtype=dtype)
-
-
 class _Moved(NamedTuple):
     """What the tree gives both passes; without transport, q and k as they came."""
 
@@ -129,87 +93,8 @@ class _Softmax(NamedTuple):
     l: Tensor
 
 
-def _rows(x: Tensor) -> Tensor:
-    """[B, T, ...] → [B·T, ...] with a contiguous last dimension; a view where there is one."""
-    if x.dim() == 4 and x.stride(3) != 1 and x.shape[3] > 1:
-        x = x.contiguous()
-    return x.flatten(0, 1)
-
-
-def _make_call(q, k, v, w, beta, log_forget, lengths: Tensor | None) -> _Call:
-    B, T, HQ, D = q.shape
-    H, DV = v.shape[2:]
-    grid = make_grid((T,) * B if lengths is None else tuple(lengths.tolist()), q.device)
-    transport = w is not None
-    operand = torch.float16 if transport and q.dtype != torch.float32 else q.dtype
-    tiles = choose_tiles(
-        D, DV, operand, transport, log_forget is not None, _shared_memory(q.device)
-    )
-    decay = None
-    if log_forget is not None:
-        log_forget = log_forget.flatten(0, 1).T.double().clamp(min=_LOWEST_LOG_FORGET)
-        decay = _running_sum(log_forget * _LOG2_E)
-    return _Call(
-        _rows(q),
-        _rows(k),
-        _rows(v),
-        None if w is None else _rows(w),
-        None if beta is None else beta.flatten(0, 1),
-        decay,
-        grid,
-        tiles,
-        H,
-        HQ // H,
-        operand,
-    )
-
-
-def _running_sum(x: Tensor) -> Tensor:
-    """Running sums of each row, padded to a multiple of 256: of pieces, then of the pieces' totals.
-
-    (One long scan a row would leave most of the device idle.)
-    """
-    pieces = F.pad(x, (0, -x.shape[1] % 256)).unflatten(1, (-1, 256)).cumsum(2)
-    totals = pieces[:, :, -1]
-    return (pieces + (totals.cumsum(1) - totals)[:, :, None]).flatten(1)
-
-
-def _shared_memory(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 227 * 1024
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-
-
-def _or(x: Tensor | None, default: Tensor) -> Tensor:
-    return default if x is None else x
-
-
-def _strides(*tensors: Tensor) -> list[int]:
-    return [stride for x in tensors for stride in x.stride()[:2]]
-
-
-def _public(x: Tensor, width: int, rows: int, columns: int | None = None) -> TensorDescriptor:
-    """Tiles [rows, columns] of [tokens, heads, D], each head padded to its width if need be."""
-    tokens, heads, D = x.shape
-    aligned = x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
-    if width != D or x.stride(1) != width or not aligned:
-        x = F.pad(x, (0, width - D)).contiguous()
-    shape = [tokens, heads * width]
-    return TensorDescriptor(x, shape, [x.stride(0), 1], [rows, columns or width])
-
-
-def _stored(
-    x: Tensor | None, public: Tensor, width: int, rows: int, columns: int | None = None
-) -> TensorDescriptor:
-    """Tiles of what a level stores, or of the public tensor where nothing is moved."""
-    if x is None:
-        return _public(public, width, rows, columns)
-    shape = [x.numel() // width, width]
-    return TensorDescriptor(x, shape, [width, 1], [rows, columns or width])
-
-
 def _move(
-    c: _Call, ranges: Tensor, softmax: _Softmax | None = None, lse: Tensor | None = None
+    c: Call, ranges: Tensor, softmax: _Softmax | None = None, lse: Tensor | None = None
 ) -> _Moved:
     """Solve the blocks, build the tree, carry keys and queries up it.
 
@@ -226,7 +111,7 @@ def _move(
         query_gates = c.empty(HQ, max(1, grid.queries), 64)
         key_gates = c.empty(HQ, max(1, grid.keys), 64)
         gates_fwd_kernel[(blocks, HQ)](
-            c.decay, _or(lse, ranges), query_gates, key_gates, *c.tables, blocks, grid.queries,
+            c.decay, either(lse, ranges), query_gates, key_gates, *c.tables, blocks, grid.queries,
             grid.keys, grid.levels, c.decay_row, BACKWARD=backward, num_warps=1,
         )  # fmt: skip
     if w is not None and beta is not None:
@@ -239,14 +124,14 @@ def _move(
             operand = torch.empty_like(transitions, dtype=c.operand)
         tile = min(t.tree_tile, DP)
         block_fwd_kernel[(blocks, H)](
-            c.k, w, beta, ranges, _or(inverse, ranges), kt, coefficients, g, transitions,
-            _or(operand, ranges), *c.tables, blocks, grid.nodes, grid.levels,
-            *_strides(c.k, w, beta), D=t.D, DC=min(64, DP), BACKWARD=backward,
+            c.k, w, beta, ranges, either(inverse, ranges), kt, coefficients, g, transitions,
+            either(operand, ranges), *c.tables, blocks, grid.nodes, grid.levels,
+            *strides(c.k, w, beta), D=t.D, DC=min(64, DP), BACKWARD=backward,
             num_warps=t.block_warps, **common,
         )  # fmt: skip
         for level in range(1, grid.levels):
             tree_fwd_kernel[(blocks, H, (DP // tile) ** 2)](
-                transitions, _or(operand, ranges), *c.tables, grid.nodes, grid.levels, level,
+                transitions, either(operand, ranges), *c.tables, grid.nodes, grid.levels, level,
                 DC=tile, BACKWARD=backward, num_warps=t.tree_warps, **common,
             )  # fmt: skip
         keys = c.empty(H, max(1, grid.keys), 64, DP, dtype=c.operand)
@@ -260,13 +145,13 @@ def _move(
     )
     if softmax is not None or queries is not None:
         acc, m, l = softmax or (ranges,) * 3
-        w = _or(w, c.k)
+        w = either(w, c.k)
         queries_fwd_kernel[(blocks, HQ)](
-            c.q, c.k, c.v, w, _or(c.decay, ranges), _or(coefficients, c.q), _or(g, c.q),
-            _or(transitions, ranges), _or(keys, c.q), _or(query_gates, ranges),
-            _or(key_gates, ranges), ranges, _or(queries, c.q), acc, m, l, *c.tables, blocks,
+            c.q, c.k, c.v, w, either(c.decay, ranges), either(coefficients, c.q), either(g, c.q),
+            either(transitions, ranges), either(keys, c.q), either(query_gates, ranges),
+            either(key_gates, ranges), ranges, either(queries, c.q), acc, m, l, *c.tables, blocks,
             grid.nodes, grid.queries, grid.keys, grid.levels, c.decay_row,
-            *_strides(c.q, c.k, c.v, w), ATTEND=softmax is not None, OPERAND=c.kernel_operand,
+            *strides(c.q, c.k, c.v, w), ATTEND=softmax is not None, OPERAND=c.kernel_operand,
             num_warps=t.walk_warps, **c.sizes, **c.kinds,
         )  # fmt: skip
     return moved
@@ -288,7 +173,7 @@ def _forward(
     if q.numel() == 0:
         return out, lse, lse.new_empty(3)
     with torch.cuda.device_of(q):
-        c = _make_call(q, k, v, w, beta, log_forget, lengths)
+        c = make_call(q, k, v, w, beta, log_forget, lengths)
         blocks, HQ, t = c.grid.count, q.shape[2], c.tiles
         ranges = forward_ranges(c.q, c.k, scale, t.transport and c.operand == torch.float16)
         m, l = c.empty(HQ, blocks, 64), c.empty(HQ, blocks, 64)
@@ -296,10 +181,10 @@ def _forward(
         moved = _move(c, ranges, softmax)
         flat = out.flatten(0, 1)
         meet_fwd_kernel[(blocks, HQ)](
-            _stored(moved.queries, c.q, t.DP, 64), _stored(moved.keys, c.k, t.DP, t.forward_keys),
-            _public(c.v, t.DVP, t.forward_keys), _or(moved.query_gates, ranges),
-            _or(moved.key_gates, ranges), ranges, *softmax, flat, lse, *c.tables, blocks,
-            c.grid.queries, c.grid.keys, c.grid.levels, *_strides(flat), HQ, DP=t.DP, DV=t.DV,
+            stored(moved.queries, c.q, t.DP, 64), stored(moved.keys, c.k, t.DP, t.forward_keys),
+            public(c.v, t.DVP, t.forward_keys), either(moved.query_gates, ranges),
+            either(moved.key_gates, ranges), ranges, *softmax, flat, lse, *c.tables, blocks,
+            c.grid.queries, c.grid.keys, c.grid.levels, *strides(flat), HQ, DP=t.DP, DV=t.DV,
             DVP=t.DVP, BN=t.forward_keys, STAGES=t.forward_stages, num_warps=t.forward_warps,
             **c.kinds,
         )  # fmt: skip
@@ -338,17 +223,17 @@ def _backward(
     if q.numel() == 0:
         return tuple(torch.zeros_like(x) for x in grads)  # type: ignore[return-value]
     with torch.cuda.device_of(q):
-        c = _make_call(*inputs, lengths)
-        grad_out, in_range = _rows(grad_out), c.operand == torch.float16
+        c = make_call(*inputs, lengths)
+        grad_out, in_range = token_rows(grad_out), c.operand == torch.float16
         ranges = backward_ranges(ranges, grad_out, c.v, grad_lse, scale, in_range)
-        top = _prepare_top(c, ranges, grad_out, grad_lse, _rows(out), lse)
+        top = _prepare_top(c, ranges, grad_out, grad_lse, token_rows(out), lse)
         moved = _move(c, ranges, lse=top.lse)
         partial = _meet_backward(c, moved, ranges, top)
         _blocks_backward(c, moved, ranges, top, partial, grads)
         if log_forget is not None:
             # log f_t is in A_ij for j < t ≤ i.
             crossing = (partial.rows - partial.columns).flatten(1).double()
-            crossing = _running_sum(crossing.flip(1))[:, : crossing.shape[1]].flip(1) * ranges[7]
+            crossing = running_sum(crossing.flip(1))[:, : crossing.shape[1]].flip(1) * ranges[7]
             crossing = crossing.index_select(1, c.grid.positions)  # [HQ, B·T]
             grads.log_forget.copy_(crossing.T.view_as(log_forget))
     return tuple(grads)  # type: ignore[return-value]
@@ -402,22 +287,22 @@ class _Partial(NamedTuple):
     columns: Tensor
 
 
-def _prepare_top(c: _Call, ranges, grad_out, grad_lse, out, lse) -> _Top:
+def _prepare_top(c: Call, ranges, grad_out, grad_lse, out, lse) -> _Top:
     HQ, blocks, t = c.H * c.G, c.grid.count, c.tiles
     delta, lse2 = c.empty(HQ, blocks, 64), c.empty(HQ, blocks, 64)
     dlse = lse if grad_lse is None else grad_lse.contiguous()
     delta_bwd_kernel[(blocks, HQ)](
         out, grad_out, lse, dlse, ranges, delta, lse2, *c.tables, blocks, c.grid.levels,
-        *_strides(out, grad_out), HQ, DV=t.DV, DVP=t.DVP, LSE_GRADIENT=grad_lse is not None,
+        *strides(out, grad_out), HQ, DV=t.DV, DVP=t.DVP, LSE_GRADIENT=grad_lse is not None,
         num_warps=4,
     )  # fmt: skip
     return _Top(grad_out, delta, lse2)
 
 
-def _meet_backward(c: _Call, moved: _Moved, ranges: Tensor, top: _Top) -> _Partial:
+def _meet_backward(c: Call, moved: _Moved, ranges: Tensor, top: _Top) -> _Partial:
     grid, t, H, HQ = c.grid, c.tiles, c.H, c.H * c.G
     blocks, DP, DVP = grid.count, t.DP, t.DVP
-    p = _or(moved.transitions, ranges)
+    p = either(moved.transitions, ranges)
     gated = (HQ, blocks, 64) if t.gate else (1,)
     partial = _Partial(
         c.empty(HQ, blocks, 64, DP),
@@ -427,26 +312,26 @@ def _meet_backward(c: _Call, moved: _Moved, ranges: Tensor, top: _Top) -> _Parti
         c.empty(*gated),
         c.empty(*gated).zero_(),
     )
-    gates = _or(moved.query_gates, ranges), _or(moved.key_gates, ranges)
+    gates = either(moved.query_gates, ranges), either(moved.key_gates, ranges)
     part = min(64, DP)
     kinds = dict(DP=DP, DVP=DVP, PART=part, OPERAND=c.kernel_operand) | c.kinds
     counts = (blocks, grid.queries, grid.keys, grid.nodes, grid.levels)
-    transitions = _stored(moved.transitions_operand, c.k, DP, DP)
+    transitions = stored(moved.transitions_operand, c.k, DP, DP)
     queries_bwd_kernel[(blocks, HQ)](
-        _stored(moved.queries, c.q, DP, 64), _stored(moved.queries, c.q, DP, 64, part),
-        _stored(moved.keys, c.k, DP, t.backward_keys), _public(c.v, DVP, t.backward_keys),
-        _public(top.grad_out, DVP, 64), transitions, *gates, ranges, top.lse, top.delta, partial.q,
+        stored(moved.queries, c.q, DP, 64), stored(moved.queries, c.q, DP, 64, part),
+        stored(moved.keys, c.k, DP, t.backward_keys), public(c.v, DVP, t.backward_keys),
+        public(top.grad_out, DVP, 64), transitions, *gates, ranges, top.lse, top.delta, partial.q,
         partial.transitions, partial.rows, *c.tables, *counts, BN=t.backward_keys,
         STAGES=t.queries_stages, num_warps=t.queries_warps, maxnreg=t.registers, **kinds,
     )  # fmt: skip
     lse, delta = (
         TensorDescriptor(x.view(-1), [x.numel()], [1], [t.backward_queries])
-        for x in (_or(moved.query_gates, top.lse), top.delta)
+        for x in (either(moved.query_gates, top.lse), top.delta)
     )
     keys_bwd_kernel[(blocks, H)](
-        _stored(moved.queries, c.q, DP, t.backward_queries), _stored(moved.keys, c.k, DP, 64),
-        _stored(moved.keys, c.k, DP, 64, part), _public(c.v, DVP, 64),
-        _public(top.grad_out, DVP, t.backward_queries), transitions, gates[1], ranges, lse, delta,
+        stored(moved.queries, c.q, DP, t.backward_queries), stored(moved.keys, c.k, DP, 64),
+        stored(moved.keys, c.k, DP, 64, part), public(c.v, DVP, 64),
+        public(top.grad_out, DVP, t.backward_queries), transitions, gates[1], ranges, lse, delta,
         partial.k, partial.v, partial.transitions, partial.columns, *c.tables, *counts,
         BM=t.backward_queries, STAGES=t.keys_stages, num_warps=t.keys_warps, maxnreg=t.registers,
         **kinds,
@@ -461,7 +346,7 @@ def _meet_backward(c: _Call, moved: _Moved, ranges: Tensor, top: _Top) -> _Parti
 
 
 def _blocks_backward(
-    c: _Call, moved: _Moved, ranges: Tensor, top: _Top, partial: _Partial, grads: _Gradients
+    c: Call, moved: _Moved, ranges: Tensor, top: _Top, partial: _Partial, grads: _Gradients
 ) -> None:
     grid, t, H = c.grid, c.tiles, c.H
     blocks, DP = grid.count, t.DP
@@ -469,14 +354,14 @@ def _blocks_backward(
     if t.transport:
         dkl, dwl, dg = (c.empty(H, blocks, 64, DP) for _ in range(3))
         de = c.empty(H, blocks, 64, 64)
-    w = _or(c.w, c.k)
+    w = either(c.w, c.k)
     dq, dk, dv = (x.flatten(0, 1) for x in (grads.q, grads.k, grads.v))
     for g in range(c.G):
         local_bwd_kernel[(blocks, H)](
-            c.q, c.k, c.v, w, top.grad_out, _or(c.decay, ranges), _or(moved.coefficients, c.q),
-            _or(moved.g, c.q), ranges, top.lse, top.delta, partial.q, partial.k, partial.v,
+            c.q, c.k, c.v, w, top.grad_out, either(c.decay, ranges),
+            either(moved.coefficients, c.q), either(moved.g, c.q), ranges, top.lse, top.delta, partial.q, partial.k, partial.v,
             partial.rows, partial.columns, dq, dk, dv, dkl, de, dg, dwl, *c.tables, blocks,
-            grid.levels, c.decay_row, g, *_strides(c.q, c.k, c.v, w, top.grad_out, dq, dk, dv),
+            grid.levels, c.decay_row, g, *strides(c.q, c.k, c.v, w, top.grad_out, dq, dk, dv),
             num_warps=t.local_warps, OPERAND=c.kernel_operand, **c.sizes, **c.kinds,
         )  # fmt: skip
     if c.w is None or c.beta is None:
@@ -485,7 +370,7 @@ def _blocks_backward(
     block_bwd_kernel[(blocks, H)](
         c.k, c.w, c.beta, moved.inverse, moved.coefficients, moved.g, ranges, partial.k, dkl, de,
         dg, dwl, partial.transitions, dk, dw, dbeta, *c.tables, blocks, grid.nodes, grid.levels,
-        *_strides(c.k, c.w, c.beta, dk, dw, dbeta), D=t.D, DP=DP, OPERAND=c.kernel_operand,
+        *strides(c.k, c.w, c.beta, dk, dw, dbeta), D=t.D, DP=DP, OPERAND=c.kernel_operand,
         num_warps=t.block_bwd_warps,
     )  # fmt: skip
 

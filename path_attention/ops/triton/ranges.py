@@ -1,7 +1,7 @@
 """Powers of two that keep float16 operands in range, found on the device without the host.
 
 `range_ptr` in every kernel, float32: 0 of q, 1 of k, 2 of scores (to base 2); in the backward pass
-also 3 of score gradients, and what undoes them in the gradients of 4 q, 5 k, 6 w and β, 7 the gates.
+also 3 of score gradients, and what undoes them in those of 4 q, 5 k, 6 w and β, 7 the gates.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from path_attention.ops.triton import operator, ranges
+from path_attention.ops.triton import call, operator, ranges
 
 TYPES = {
     torch.bfloat16: "bf16",
@@ -91,7 +91,7 @@ def stack(binary: bytes) -> int:
 
 def launches(D: int, encoding: str, dtype: torch.dtype, shared_memory: int, seen: list) -> None:
     """One forward and backward pass of a 512-token sequence."""
-    operator._shared_memory = lambda device: shared_memory
+    call._shared_memory = lambda device: shared_memory
     x = encoded(encoding, 512, heads=(4, 2), size=(D, D))
     x = [*x.to(dtype)[:3], *x[3:]]
     out, lse, ranges = operator._forward(*x, 0.1, None)

@@ -376,11 +376,11 @@ TILES = [
 @pytest.mark.slow
 @pytest.mark.parametrize("tiles", TILES, ids=str)
 def test_every_choice_of_tiles(tiles, monkeypatch):
-    from path_attention.ops.triton import operator
+    from path_attention.ops.triton import call
 
-    choose = operator.choose_tiles
+    choose = call.choose_tiles
     monkeypatch.setattr(
-        operator, "choose_tiles", lambda *x, **y: dataclasses.replace(choose(*x, **y), **tiles)
+        call, "choose_tiles", lambda *x, **y: dataclasses.replace(choose(*x, **y), **tiles)
     )
     check(make("path_fox", 330))
 
@@ -388,7 +388,7 @@ def test_every_choice_of_tiles(tiles, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("D", [64, 128])
 def test_tiles_for_little_shared_memory(D, monkeypatch):
-    from path_attention.ops.triton import operator
+    from path_attention.ops.triton import call
 
-    monkeypatch.setattr(operator, "_shared_memory", lambda device: 99 * 1024)
+    monkeypatch.setattr(call, "_shared_memory", lambda device: 99 * 1024)
     check(make("path_fox", 330, size=(D, D)))

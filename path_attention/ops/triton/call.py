@@ -1,0 +1,138 @@
+"""One call's inputs as the kernels take them, and the descriptors of their tiles."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from path_attention.ops.triton.grid import Grid, make_grid
+from path_attention.ops.triton.tiles import Tiles, choose_tiles
+
+_LOWEST_LOG_FORGET = -1e5  # as good as −∞ to a softmax; float64 sums of a million keep 1e-5 of it
+_LOG2_E = 1.4426950408889634
+
+
+class Call(NamedTuple):
+    """One call's inputs as the kernels take them: rows of B·T tokens, last dimension contiguous."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    w: Tensor | None
+    beta: Tensor | None
+    decay: Tensor | None  # [HQ, ≥ B·T] float64, running sums of log2 of the gate
+    grid: Grid
+    tiles: Tiles
+    H: int
+    G: int
+    operand: torch.dtype  # of moved queries and keys
+
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        return self.grid.blocks, self.grid.sequences
+
+    @property
+    def decay_row(self) -> int:
+        return 0 if self.decay is None else self.decay.stride(0)
+
+    @property
+    def kinds(self) -> dict:
+        return dict(G=self.G, TRANSPORT=self.tiles.transport, GATE=self.tiles.gate)
+
+    @property
+    def sizes(self) -> dict:
+        t = self.tiles
+        return dict(D=t.D, DP=t.DP, DV=t.DV, DVP=t.DVP)
+
+    @property
+    def kernel_operand(self):
+        return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}.get(
+            self.operand, tl.float32
+        )
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.q.new_empty(shape, dtype=dtype)
+
+
+def token_rows(x: Tensor) -> Tensor:
+    """[B, T, ...] → [B·T, ...] with a contiguous last dimension; a view where there is one."""
+    if x.dim() == 4 and x.stride(3) != 1 and x.shape[3] > 1:
+        x = x.contiguous()
+    return x.flatten(0, 1)
+
+
+def make_call(q, k, v, w, beta, log_forget, lengths: Tensor | None) -> Call:
+    B, T, HQ, D = q.shape
+    H, DV = v.shape[2:]
+    grid = make_grid((T,) * B if lengths is None else tuple(lengths.tolist()), q.device)
+    transport = w is not None
+    operand = torch.float16 if transport and q.dtype != torch.float32 else q.dtype
+    tiles = choose_tiles(
+        D, DV, operand, transport, log_forget is not None, _shared_memory(q.device)
+    )
+    decay = None
+    if log_forget is not None:
+        log_forget = log_forget.flatten(0, 1).T.double().clamp(min=_LOWEST_LOG_FORGET)
+        decay = running_sum(log_forget * _LOG2_E)
+    return Call(
+        token_rows(q),
+        token_rows(k),
+        token_rows(v),
+        None if w is None else token_rows(w),
+        None if beta is None else beta.flatten(0, 1),
+        decay,
+        grid,
+        tiles,
+        H,
+        HQ // H,
+        operand,
+    )
+
+
+def running_sum(x: Tensor) -> Tensor:
+    """Running sums of each row, padded to a multiple of 256: of pieces, then of the pieces' totals.
+
+    (One long scan a row would leave most of the device idle.)
+    """
+    pieces = F.pad(x, (0, -x.shape[1] % 256)).unflatten(1, (-1, 256)).cumsum(2)
+    totals = pieces[:, :, -1]
+    return (pieces + (totals.cumsum(1) - totals)[:, :, None]).flatten(1)
+
+
+def _shared_memory(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 227 * 1024
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def either(x: Tensor | None, default: Tensor) -> Tensor:
+    return default if x is None else x
+
+
+def strides(*tensors: Tensor) -> list[int]:
+    return [stride for x in tensors for stride in x.stride()[:2]]
+
+
+def public(x: Tensor, width: int, rows: int, columns: int | None = None) -> TensorDescriptor:
+    """Tiles [rows, columns] of [tokens, heads, D], each head padded to its width if need be."""
+    tokens, heads, D = x.shape
+    aligned = x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
+    if width != D or x.stride(1) != width or not aligned:
+        x = F.pad(x, (0, width - D)).contiguous()
+    shape = [tokens, heads * width]
+    return TensorDescriptor(x, shape, [x.stride(0), 1], [rows, columns or width])
+
+
+def stored(
+    x: Tensor | None, unmoved: Tensor, width: int, rows: int, columns: int | None = None
+) -> TensorDescriptor:
+    """Tiles of what a level stores, or of the public tensor where nothing is moved."""
+    if x is None:
+        return public(unmoved, width, rows, columns)
+    shape = [x.numel() // width, width]
+    return TensorDescriptor(x, shape, [width, 1], [rows, columns or width])
