@@ -66,12 +66,17 @@ def token_rows(x: Tensor) -> Tensor:
     return x.flatten(0, 1)
 
 
+def operand_of(q: Tensor, w: Tensor | None) -> torch.dtype:
+    """The dtype of moved queries and keys in products: float16, with more digits than bfloat16."""
+    return torch.float16 if w is not None and q.dtype != torch.float32 else q.dtype
+
+
 def make_call(q, k, v, w, beta, log_forget, lengths: Tensor | None) -> Call:
     B, T, HQ, D = q.shape
     H, DV = v.shape[2:]
     grid = make_grid((T,) * B if lengths is None else tuple(lengths.tolist()), q.device)
     transport = w is not None
-    operand = torch.float16 if transport and q.dtype != torch.float32 else q.dtype
+    operand = operand_of(q, w)
     tiles = choose_tiles(
         D, DV, operand, transport, log_forget is not None, _shared_memory(q.device)
     )

@@ -48,7 +48,9 @@ def meet_fwd_kernel(
             if GATE:
                 b_qc = tl.load(qc_ptr + at_q.to(tl.int64) * 64 + o)
                 p_kc = kc_ptr + (i_hq.to(tl.int64) * keys + at_k) * 64 + o_n
+                b_m_below = b_m
                 b_m -= b_qc
+                b_m_start = b_m
             for j in tl.range(0, 64 << level, BN, num_stages=STAGES):
                 b_k = k_desc.load([row_k + j, column_k])
                 b_s = tl.dot(b_q, tl.trans(b_k), input_precision=FLOAT32)
@@ -58,8 +60,8 @@ def meet_fwd_kernel(
                     b_m, b_l, b_acc = softmax_step(b_s, 1.0, b_m, b_l, b_acc, b_v)
                 else:
                     b_m, b_l, b_acc = softmax_step(b_s, scale, b_m, b_l, b_acc, b_v)
-            if GATE:
-                b_m += b_qc
+            if GATE:  # without the rounding of m − qc + qc where no score of this level is larger
+                b_m = tl.where(b_m == b_m_start, b_m_below, b_m + b_qc)
     b_acc = b_acc / b_l[:, None]
     inside = o < valid
     out_ptr += i_hq * stride_oh + token.to(tl.int64) * stride_ot

@@ -7,6 +7,7 @@ stages from last to first. Nothing is kept between them but inputs, output and l
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from path_attention.ops.triton.call import (
     Call,
     either,
     make_call,
+    operand_of,
     public,
     running_sum,
     stored,
@@ -46,6 +48,8 @@ from path_attention.ops.triton.transition import (
 
 _LOWEST_LOG_FORGET = -1e5  # as good as −∞ to a softmax; float64 sums of a million keep 1e-5 of it
 _LOG2_E = 1.4426950408889634
+
+_ROWS_AT_ONCE = 2**19  # query rows × heads
 
 
 def triton_attention(
@@ -172,23 +176,56 @@ def _forward(
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if q.numel() == 0:
         return out, lse, lse.new_empty(3)
+    inputs = (q, k, v, w, beta, log_forget)
     with torch.cuda.device_of(q):
-        c = make_call(q, k, v, w, beta, log_forget, lengths)
-        blocks, HQ, t = c.grid.count, q.shape[2], c.tiles
-        ranges = forward_ranges(c.q, c.k, scale, t.transport and c.operand == torch.float16)
-        m, l = c.empty(HQ, blocks, 64), c.empty(HQ, blocks, 64)
-        softmax = _Softmax(c.empty(HQ, blocks, 64, t.DVP), m, l)
-        moved = _move(c, ranges, softmax)
-        flat = out.flatten(0, 1)
-        meet_fwd_kernel[(blocks, HQ)](
-            stored(moved.queries, c.q, t.DP, 64), stored(moved.keys, c.k, t.DP, t.forward_keys),
-            public(c.v, t.DVP, t.forward_keys), either(moved.query_gates, ranges),
-            either(moved.key_gates, ranges), ranges, *softmax, flat, lse, *c.tables, blocks,
-            c.grid.queries, c.grid.keys, c.grid.levels, *strides(flat), HQ, DP=t.DP, DV=t.DV,
-            DVP=t.DVP, BN=t.forward_keys, STAGES=t.forward_stages, num_warps=t.forward_warps,
-            **c.kinds,
-        )  # fmt: skip
+        in_range = w is not None and operand_of(q, w) == torch.float16
+        ranges = forward_ranges(token_rows(q), token_rows(k), scale, in_range)
+        for part in _head_parts(q, k):
+            c = make_call(*part.of(*inputs), lengths)
+            _attend(c, ranges, out[:, :, part.queries], lse[:, :, part.queries])
     return out, lse, ranges
+
+
+def _attend(c: Call, ranges: Tensor, out: Tensor, lse: Tensor) -> None:
+    blocks, HQ, t = c.grid.count, c.H * c.G, c.tiles
+    m, l = c.empty(HQ, blocks, 64), c.empty(HQ, blocks, 64)
+    softmax = _Softmax(c.empty(HQ, blocks, 64, t.DVP), m, l)
+    moved = _move(c, ranges, softmax)
+    out, lse = out.flatten(0, 1), lse.flatten(0, 1)
+    meet_fwd_kernel[(blocks, HQ)](
+        stored(moved.queries, c.q, t.DP, 64), stored(moved.keys, c.k, t.DP, t.forward_keys),
+        public(c.v, t.DVP, t.forward_keys), either(moved.query_gates, ranges),
+        either(moved.key_gates, ranges), ranges, *softmax, out, lse, *c.tables, blocks,
+        c.grid.queries, c.grid.keys, c.grid.levels, *strides(out), lse.stride(0), DP=t.DP,
+        DV=t.DV, DVP=t.DVP, BN=t.forward_keys, STAGES=t.forward_stages,
+        num_warps=t.forward_warps, **c.kinds,
+    )  # fmt: skip
+
+
+class _Part(NamedTuple):
+    """Some key heads and the query heads of their groups."""
+
+    keys: slice
+    queries: slice
+
+    def of(self, q, k, v, w, beta, log_forget) -> tuple[Tensor | None, ...]:
+        """These heads of the operator's inputs, or of their gradients: views. None, empty stay."""
+
+        def take(x: Tensor | None, heads: slice) -> Tensor | None:
+            return x if x is None or x.dim() == 1 else x[:, :, heads]
+
+        of_keys = (take(x, self.keys) for x in (k, v, w, beta))
+        return take(q, self.queries), *of_keys, take(log_forget, self.queries)
+
+
+def _head_parts(q: Tensor, k: Tensor) -> Iterator[_Part]:
+    """Heads to compute together: enough to fill a device, so that what they need stays bounded."""
+    H, G = k.shape[2], q.shape[2] // k.shape[2]
+    rows = q.shape[0] * q.shape[1] * G
+    step = max(1, _ROWS_AT_ONCE // rows)
+    for start in range(0, H, step):
+        stop = min(H, start + step)
+        yield _Part(slice(start, stop), slice(start * G, stop * G))
 
 
 @_forward.register_fake
@@ -223,20 +260,28 @@ def _backward(
     if q.numel() == 0:
         return tuple(torch.zeros_like(x) for x in grads)  # type: ignore[return-value]
     with torch.cuda.device_of(q):
-        c = make_call(*inputs, lengths)
-        grad_out, in_range = token_rows(grad_out), c.operand == torch.float16
-        ranges = backward_ranges(ranges, grad_out, c.v, grad_lse, scale, in_range)
-        top = _prepare_top(c, ranges, grad_out, grad_lse, token_rows(out), lse)
-        moved = _move(c, ranges, lse=top.lse)
-        partial = _meet_backward(c, moved, ranges, top)
-        _blocks_backward(c, moved, ranges, top, partial, grads)
-        if log_forget is not None:
-            # log f_t is in A_ij for j < t ≤ i.
-            crossing = (partial.rows - partial.columns).flatten(1).double()
-            crossing = running_sum(crossing.flip(1))[:, : crossing.shape[1]].flip(1) * ranges[7]
-            crossing = crossing.index_select(1, c.grid.positions)  # [HQ, B·T]
-            grads.log_forget.copy_(crossing.T.view_as(log_forget))
+        in_range = operand_of(q, w) == torch.float16
+        rows = token_rows(grad_out)
+        ranges = backward_ranges(ranges, rows, token_rows(v), grad_lse, scale, in_range)
+        grad_lse = None if grad_lse is None else grad_lse.contiguous()
+        for part in _head_parts(q, k):
+            c, heads = make_call(*part.of(*inputs), lengths), part.queries
+            dlse = None if grad_lse is None else grad_lse[:, :, heads]
+            top = _prepare_top(c, ranges, out[:, :, heads], lse[:, :, heads], dlse, rows[:, heads])
+            _attend_backward(c, ranges, top, _Gradients(*part.of(*grads)))
     return tuple(grads)  # type: ignore[return-value]
+
+
+def _attend_backward(c: Call, ranges: Tensor, top: _Top, grads: _Gradients) -> None:
+    moved = _move(c, ranges, lse=top.lse)
+    partial = _meet_backward(c, moved, ranges, top)
+    _blocks_backward(c, moved, ranges, top, partial, grads)
+    if c.decay is not None:
+        # log f_t is in A_ij for j < t ≤ i.
+        crossing = (partial.rows - partial.columns).flatten(1).double()
+        crossing = running_sum(crossing.flip(1))[:, : crossing.shape[1]].flip(1) * ranges[7]
+        crossing = crossing.index_select(1, c.grid.positions)  # [HQ, B·T]
+        grads.log_forget.copy_(crossing.T.view_as(grads.log_forget))
 
 
 @_backward.register_fake
@@ -287,14 +332,14 @@ class _Partial(NamedTuple):
     columns: Tensor
 
 
-def _prepare_top(c: Call, ranges, grad_out, grad_lse, out, lse) -> _Top:
+def _prepare_top(c: Call, ranges, out, lse, grad_lse, grad_out) -> _Top:
     HQ, blocks, t = c.H * c.G, c.grid.count, c.tiles
     delta, lse2 = c.empty(HQ, blocks, 64), c.empty(HQ, blocks, 64)
-    dlse = lse if grad_lse is None else grad_lse.contiguous()
+    out = token_rows(out)
     delta_bwd_kernel[(blocks, HQ)](
-        out, grad_out, lse, dlse, ranges, delta, lse2, *c.tables, blocks, c.grid.levels,
-        *strides(out, grad_out), HQ, DV=t.DV, DVP=t.DVP, LSE_GRADIENT=grad_lse is not None,
-        num_warps=4,
+        out, grad_out, lse, either(grad_lse, lse), ranges, delta, lse2, *c.tables, blocks,
+        c.grid.levels, *strides(out, grad_out), lse.stride(1), DV=t.DV, DVP=t.DVP,
+        LSE_GRADIENT=grad_lse is not None, num_warps=4,
     )  # fmt: skip
     return _Top(grad_out, delta, lse2)
 
@@ -359,8 +404,9 @@ def _blocks_backward(
     for g in range(c.G):
         local_bwd_kernel[(blocks, H)](
             c.q, c.k, c.v, w, top.grad_out, either(c.decay, ranges),
-            either(moved.coefficients, c.q), either(moved.g, c.q), ranges, top.lse, top.delta, partial.q, partial.k, partial.v,
-            partial.rows, partial.columns, dq, dk, dv, dkl, de, dg, dwl, *c.tables, blocks,
+            either(moved.coefficients, c.q), either(moved.g, c.q), ranges, top.lse, top.delta,
+            partial.q, partial.k, partial.v, partial.rows, partial.columns, dq, dk, dv, dkl, de,
+            dg, dwl, *c.tables, blocks,
             grid.levels, c.decay_row, g, *strides(c.q, c.k, c.v, w, top.grad_out, dq, dk, dv),
             num_warps=t.local_warps, OPERAND=c.kernel_operand, **c.sizes, **c.kinds,
         )  # fmt: skip

@@ -69,7 +69,7 @@ def dot_exact(a, b, OPERAND: tl.constexpr):
 @triton.jit
 def range_of(x):
     """A power of two that brings a tile's largest entry to about 1; 1 for a zero tile."""
-    largest = tl.max(tl.max(tl.abs(x), 1), 0)
+    largest = tl.max(tl.abs(x))
     return tl.where(largest > 0, tl.math.exp2(-tl.math.ceil(tl.math.log2(largest))), 1.0)
 
 

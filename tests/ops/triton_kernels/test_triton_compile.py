@@ -95,9 +95,7 @@ def check(capability: int, D: int, encoding: str, dtype: str = "bfloat16") -> No
     assert not wrong, "\n".join(wrong)
 
 
-# For sm_100, Triton 3.6 cannot lower a maximum of a product over one dimension, then the other.
-TWICE_REDUCED = pytest.mark.xfail(strict=True, reason="block_bwd_kernel: range_of on sm_100")
-CAPABILITIES = [80, 90, pytest.param(100, marks=TWICE_REDUCED)]
+CAPABILITIES = [80, 90, 100]
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
