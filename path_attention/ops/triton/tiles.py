@@ -12,7 +12,7 @@ class Tiles:
     """What the kernels of one call are compiled for.
 
     Attributes:
-        D, DV: head sizes; DP, DVP: padded to a power of two of at least 16.
+        D, DV: head sizes; DP, DVP: padded to 64 or 128 (tiles 16 wide gave wrong results on sm_90).
         transport, gate: compiled in or out.
         registers: of the backward loops, at most: 168 let three programs share a multiprocessor.
         forward_keys: keys a step of the forward loop; backward_keys, backward_queries: of the two
@@ -49,7 +49,7 @@ def choose_tiles(
     D: int, DV: int, dtype: torch.dtype, transport: bool, gate: bool, shared_memory: int
 ) -> Tiles:
     """The tiles for head sizes D, DV, the kernels' operand dtype and a device's shared memory."""
-    DP, DVP = (max(16, 1 << (n - 1).bit_length()) for n in (D, DV))
+    DP, DVP = (max(64, 1 << (n - 1).bit_length()) for n in (D, DV))
     wide = max(DP, DVP)
     single = dtype == torch.float32
     return Tiles(
