@@ -25,18 +25,20 @@ _COUNTS = ["count", "queries", "keys", "nodes", "levels"]
 
 @triton.jit(do_not_specialize=_COUNTS)
 def delta_bwd_kernel(
-    out_ptr, do_ptr, lse_ptr, dlse_ptr, range_ptr, delta_ptr, lse2_ptr,
+    out_ptr, low_ptr, do_ptr, lse_ptr, dlse_ptr, range_ptr, delta_ptr, lse2_ptr,
     blocks_ptr, sequences_ptr, count, levels,
     stride_ot, stride_oh, stride_dt, stride_dh, stride_lt,
-    DV: tl.constexpr, DVP: tl.constexpr, LSE_GRADIENT: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, LSE_GRADIENT: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
     """δ = rowsum(dO · O) − dlse, scaled, and lse in base 2 (∞ on padding), block by block."""
     i_block, i_hq = tl.program_id(0), tl.program_id(1)
     token, valid, _, _, _, _ = block_row(blocks_ptr, sequences_ptr, i_block, levels)
     o, o_v = tl.arange(0, 64), tl.arange(0, DVP)
-    b_o = load_tile(out_ptr + i_hq * stride_oh, token, stride_ot, o, o_v, valid, DV)
+    b_o = load_tile(out_ptr + i_hq * stride_oh, token, stride_ot, o, o_v, valid, DV).to(tl.float32)
+    if LOW:
+        b_o += load_tile(low_ptr + i_hq * stride_oh, token, stride_ot, o, o_v, valid, DV)
     b_do = load_tile(do_ptr + i_hq * stride_dh, token, stride_dt, o, o_v, valid, DV)
-    b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
+    b_delta = tl.sum(b_o * b_do.to(tl.float32), 1)
     inside = o < valid
     o_lse = (token.to(tl.int64) + o) * stride_lt + i_hq
     if LSE_GRADIENT:

@@ -16,12 +16,16 @@ _COUNTS = ["count", "queries", "keys", "levels"]
 
 @triton.jit(do_not_specialize=_COUNTS)
 def meet_fwd_kernel(
-    q_desc, k_desc, v_desc, qc_ptr, kc_ptr, range_ptr, acc_ptr, m_ptr, l_ptr, out_ptr, lse_ptr,
+    q_desc, k_desc, v_desc, qc_ptr, kc_ptr, range_ptr, acc_ptr, m_ptr, l_ptr, out_ptr, low_ptr,
+    lse_ptr,
     blocks_ptr, sequences_ptr, count, queries, keys, levels, stride_ot, stride_oh, stride_lt,
     G: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr,
-    STAGES: tl.constexpr, TRANSPORT: tl.constexpr, GATE: tl.constexpr,
+    STAGES: tl.constexpr, TRANSPORT: tl.constexpr, GATE: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries against every left unit from the second level on; write out and lse."""
+    """One block of queries against every left unit from the second level on; write out and lse.
+
+    LOW: what rounding takes off `out` is written too, for a δ that does not feel it.
+    """
     i_block = count - 1 - tl.program_id(0)  # long rows first
     i_hq = tl.program_id(1)
     i_h = i_hq // G
@@ -64,11 +68,13 @@ def meet_fwd_kernel(
                 b_m = tl.where(b_m == b_m_start, b_m_below, b_m + b_qc)
     b_acc = b_acc / b_l[:, None]
     inside = o < valid
-    out_ptr += i_hq * stride_oh + token.to(tl.int64) * stride_ot
-    tl.store(
-        out_ptr + o[:, None] * stride_ot + o_v[None, :],
-        b_acc.to(out_ptr.dtype.element_ty),
-        mask=inside[:, None] & (o_v[None, :] < DV),
-    )
+    at = i_hq * stride_oh + token.to(tl.int64) * stride_ot
+    o_out = at + o[:, None] * stride_ot + o_v[None, :]
+    m_out = inside[:, None] & (o_v[None, :] < DV)
+    b_out = b_acc.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + o_out, b_out, m_out)
+    if LOW:
+        b_low = (b_acc - b_out.to(tl.float32)).to(out_ptr.dtype.element_ty)
+        tl.store(low_ptr + o_out, b_low, m_out)
     b_lse = (b_m + tl.math.log2(b_l)) * 0.6931471805599453
     tl.store(lse_ptr + (token.to(tl.int64) + o) * stride_lt + i_hq, b_lse, mask=inside)

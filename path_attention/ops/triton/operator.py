@@ -2,7 +2,8 @@
 
 docs/algorithm.md §3, §4. Forward: solve the blocks, build the tree of transitions, carry keys and
 queries up it, attend inside blocks, meet. Backward: recompute all but the meeting, then the same
-stages from last to first. Nothing is kept between them but inputs, output and log-sum-exp.
+stages from last to first. Nothing is kept between them but inputs, output (and what rounding takes
+off it, for δ) and log-sum-exp.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def triton_attention(
     lengths = None if packing is None else packing.host_lengths
     if scale < 0:  # the kernels take a maximum before they scale
         q, scale = -q, -scale
-    out, lse, _ = _forward(q, k, v, w, beta, log_forget, scale, lengths)
+    out, lse, _, _ = _forward(q, k, v, w, beta, log_forget, scale, lengths)
     return out, lse
 
 
@@ -171,34 +172,46 @@ def _forward(
     log_forget: Tensor | None,
     scale: float,
     lengths: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     out = q.new_empty(*q.shape[:3], v.shape[3])
+    low = _low_part(out)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if q.numel() == 0:
-        return out, lse, lse.new_empty(3)
+        return out, lse, lse.new_empty(3), low
     inputs = (q, k, v, w, beta, log_forget)
     with torch.cuda.device_of(q):
         in_range = w is not None and operand_of(q, w) == torch.float16
         ranges = forward_ranges(token_rows(q), token_rows(k), scale, in_range)
         for part in _head_parts(q, k):
             c = make_call(*part.of(*inputs), lengths)
-            _attend(c, ranges, out[:, :, part.queries], lse[:, :, part.queries])
-    return out, lse, ranges
+            outputs = (x if x is None else x[:, :, part.queries] for x in (out, _given(low), lse))
+            _attend(c, ranges, *outputs)
+    return out, lse, ranges, low
 
 
-def _attend(c: Call, ranges: Tensor, out: Tensor, lse: Tensor) -> None:
+def _low_part(out: Tensor) -> Tensor:
+    """Room for what rounding takes off a 16-bit output, which δ = rowsum(dO · O) would feel."""
+    return torch.empty_like(out) if out.itemsize == 2 else out.new_empty(0)
+
+
+def _given(low: Tensor) -> Tensor | None:
+    return low if low.dim() == 4 else None
+
+
+def _attend(c: Call, ranges: Tensor, out: Tensor, low: Tensor | None, lse: Tensor) -> None:
     blocks, HQ, t = c.grid.count, c.H * c.G, c.tiles
     m, l = c.empty(HQ, blocks, 64), c.empty(HQ, blocks, 64)
     softmax = _Softmax(c.empty(HQ, blocks, 64, t.DVP), m, l)
     moved = _move(c, ranges, softmax)
     out, lse = out.flatten(0, 1), lse.flatten(0, 1)
+    written_low = out if low is None else low.flatten(0, 1)
     meet_fwd_kernel[(blocks, HQ)](
         stored(moved.queries, c.q, t.DP, 64), stored(moved.keys, c.k, t.DP, t.forward_keys),
         public(c.v, t.DVP, t.forward_keys), either(moved.query_gates, ranges),
-        either(moved.key_gates, ranges), ranges, *softmax, out, lse, *c.tables, blocks,
-        c.grid.queries, c.grid.keys, c.grid.levels, *strides(out), lse.stride(0), DP=t.DP,
+        either(moved.key_gates, ranges), ranges, *softmax, out, written_low, lse, *c.tables,
+        blocks, c.grid.queries, c.grid.keys, c.grid.levels, *strides(out), lse.stride(0), DP=t.DP,
         DV=t.DV, DVP=t.DVP, BN=t.forward_keys, STAGES=t.forward_stages,
-        num_warps=t.forward_warps, **c.kinds,
+        num_warps=t.forward_warps, LOW=low is not None, **c.kinds,
     )  # fmt: skip
 
 
@@ -231,7 +244,8 @@ def _head_parts(q: Tensor, k: Tensor) -> Iterator[_Part]:
 @_forward.register_fake
 def _(q, k, v, w, beta, log_forget, scale, lengths):
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    return q.new_empty(*q.shape[:3], v.shape[3]), lse, lse.new_empty(3)
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    return out, lse, lse.new_empty(3), _low_part(out)
 
 
 @torch.library.custom_op("path_attention::triton_backward", mutates_args=())
@@ -247,6 +261,7 @@ def _backward(
     out: Tensor,
     lse: Tensor,
     ranges: Tensor,
+    low: Tensor,
     scale: float,
     lengths: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -266,8 +281,10 @@ def _backward(
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
         for part in _head_parts(q, k):
             c, heads = make_call(*part.of(*inputs), lengths), part.queries
-            dlse = None if grad_lse is None else grad_lse[:, :, heads]
-            top = _prepare_top(c, ranges, out[:, :, heads], lse[:, :, heads], dlse, rows[:, heads])
+            results = (
+                x if x is None else x[:, :, heads] for x in (out, _given(low), lse, grad_lse)
+            )
+            top = _prepare_top(c, ranges, *results, rows[:, heads])
             _attend_backward(c, ranges, top, _Gradients(*part.of(*grads)))
     return tuple(grads)  # type: ignore[return-value]
 
@@ -285,7 +302,7 @@ def _attend_backward(c: Call, ranges: Tensor, top: _Top, grads: _Gradients) -> N
 
 
 @_backward.register_fake
-def _(grad_out, grad_lse, q, k, v, w, beta, log_forget, out, lse, ranges, scale, lengths):
+def _(grad_out, grad_lse, q, k, v, w, beta, log_forget, out, lse, ranges, low, scale, lengths):
     return tuple(
         q.new_empty(0 if x is None else x.shape, dtype=None if x is None else x.dtype)
         for x in (q, k, v, w, beta, log_forget)
@@ -332,14 +349,15 @@ class _Partial(NamedTuple):
     columns: Tensor
 
 
-def _prepare_top(c: Call, ranges, out, lse, grad_lse, grad_out) -> _Top:
+def _prepare_top(c: Call, ranges, out, low, lse, grad_lse, grad_out) -> _Top:
     HQ, blocks, t = c.H * c.G, c.grid.count, c.tiles
     delta, lse2 = c.empty(HQ, blocks, 64), c.empty(HQ, blocks, 64)
     out = token_rows(out)
     delta_bwd_kernel[(blocks, HQ)](
-        out, grad_out, lse, either(grad_lse, lse), ranges, delta, lse2, *c.tables, blocks,
+        out, out if low is None else token_rows(low), grad_out, lse, either(grad_lse, lse),
+        ranges, delta, lse2, *c.tables, blocks,
         c.grid.levels, *strides(out, grad_out), lse.stride(1), DV=t.DV, DVP=t.DVP,
-        LSE_GRADIENT=grad_lse is not None, num_warps=4,
+        LSE_GRADIENT=grad_lse is not None, LOW=low is not None, num_warps=4,
     )  # fmt: skip
     return _Top(grad_out, delta, lse2)
 
@@ -426,16 +444,16 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(*tensors, *output, lengths)
     ctx.scale = scale
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[2])
+    ctx.mark_non_differentiable(*output[2:])
 
 
-def _autograd(ctx, grad_out, grad_lse, _):
-    *inputs, out, lse, ranges, lengths = ctx.saved_tensors
+def _autograd(ctx, grad_out, grad_lse, *_):
+    *inputs, out, lse, ranges, low, lengths = ctx.saved_tensors
     if grad_out is None:
         if grad_lse is None:
             return (None,) * 8
         grad_out = torch.zeros_like(out)
-    grads = _backward(grad_out, grad_lse, *inputs, out, lse, ranges, ctx.scale, lengths)
+    grads = _backward(grad_out, grad_lse, *inputs, out, lse, ranges, low, ctx.scale, lengths)
     return (*(None if x is None else g for x, g in zip(inputs, grads, strict=True)), None, None)
 
 
