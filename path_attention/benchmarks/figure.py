@@ -23,7 +23,7 @@ def draw(result: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Draw a result of `benchmark operator` as a PNG.
 
     Left: time of forward and backward as a ratio to the anchor's. Right: peak memory above the
-    inputs, both axes logarithmic, with a dotted line of slope 1 from the anchor's first point.
+    inputs, both axes logarithmic; dotted: linear in a batch's tokens from the anchor's first point.
     """
     rows = result["rows"]
     figure = Figure(figsize=(10, 4.4), layout="constrained", dpi=150)
@@ -41,8 +41,10 @@ def draw(result: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
         timed = [row for row in mine if row["both_ratio"] is not None]
         left.plot([r["tokens"] for r in timed], [r["both_ratio"] for r in timed], **style)
         right.plot([r["tokens"] for r in mine], [r["peak_mib"] for r in mine], **style)
-    first = rows[0]["peak_mib"] / tokens[0]
-    right.plot(tokens, [first * T for T in tokens], color="0.6", linestyle=":", label="linear")
+    anchor = [row for row in rows if row["candidate"] == rows[0]["candidate"]]
+    each = anchor[0]["peak_mib"] / (anchor[0]["tokens"] * anchor[0]["batch"])
+    linear = [each * row["tokens"] * row["batch"] for row in anchor]
+    right.plot(tokens, linear, color="0.6", linestyle=":", label="linear in tokens a batch")
     left.set_ylim(bottom=0)
     left.set(xlabel="tokens", ylabel="time, forward + backward (1: the anchor's)")
     right.set_yscale("log")

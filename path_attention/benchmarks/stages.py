@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
@@ -128,7 +129,7 @@ def _draw(result: Mapping[str, Any], path: Path) -> None:
     figure = Figure(figsize=(10, 5), layout="constrained", dpi=150)
     axes = figure.subplots()
     base = [0.0] * len(bars)
-    colours = [f"C{n}" for n in range(10)] + ["0.3", "0.5", "0.7", "0.85"]
+    colours = colormaps["tab20"].colors  # pyright: ignore[reportAttributeAccessIssue]
     for n, kernel in enumerate(sorted(totals, key=lambda k: -totals[k])):
         heights = [
             sum(
@@ -145,7 +146,7 @@ def _draw(result: Mapping[str, Any], path: Path) -> None:
     axes.set_xticks(range(len(bars)), labels, fontsize=8)
     axes.set_ylabel("milliseconds")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8, ncols=2)
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), reverse=True)
     tokens = rows[0]["tokens"]
     figure.suptitle(f"Kernels of the Triton operator, {tokens:,} tokens, {result['device']}")
     path.parent.mkdir(parents=True, exist_ok=True)
