@@ -25,8 +25,8 @@ pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 # Roundings allowed: of out, lse and the gradients of q, k, v; of those of w, β and the gate.
-# The kernels' operands are float16 whatever the inputs: float16 results, whose rounding is an eighth of
-# bfloat16's, may err half as much as bfloat16 ones.
+# The kernels' operands are float16 whatever the inputs: float16 results, whose rounding is an
+# eighth of bfloat16's, may err half as much as bfloat16 ones.
 RANDOM = {BF16: (2, 4), F16: (8, 16), F32: (64, 64)}
 HARD = {BF16: (3, 6), F16: (12, 24), F32: (4096, 4096)}
 ORACLE_TOKENS = 600
