@@ -50,7 +50,11 @@ from path_attention.ops.triton.transition import (
 _LOWEST_LOG_FORGET = -1e5  # as good as −∞ to a softmax; float64 sums of a million keep 1e-5 of it
 _LOG2_E = 1.4426950408889634
 
-_ROWS_AT_ONCE = 2**19  # query rows × heads
+# Heads are computed in parts, so that what a part needs stays bounded: of at most so many query
+# rows (tokens × heads), and of no more work (rows × length × head size) than keeps a device busy
+# while the host launches the next part.
+_ROWS_AT_ONCE = 2**19
+_WORK_AT_ONCE = 2**39
 
 
 def triton_attention(
@@ -182,7 +186,7 @@ def _forward(
     with torch.cuda.device_of(q):
         in_range = w is not None and operand_of(q, w) == torch.float16
         ranges = forward_ranges(token_rows(q), token_rows(k), scale, in_range)
-        for part in _head_parts(q, k):
+        for part in _head_parts(q, k, lengths):
             c = make_call(*part.of(*inputs), lengths)
             outputs = (x if x is None else x[:, :, part.queries] for x in (out, _given(low), lse))
             _attend(c, ranges, *outputs)
@@ -231,11 +235,12 @@ class _Part(NamedTuple):
         return take(q, self.queries), *of_keys, take(log_forget, self.queries)
 
 
-def _head_parts(q: Tensor, k: Tensor) -> Iterator[_Part]:
-    """Heads to compute together: enough to fill a device, so that what they need stays bounded."""
+def _head_parts(q: Tensor, k: Tensor, lengths: Tensor | None) -> Iterator[_Part]:
+    """Key heads to compute together, with their groups."""
     H, G = k.shape[2], q.shape[2] // k.shape[2]
-    rows = q.shape[0] * q.shape[1] * G
-    step = max(1, _ROWS_AT_ONCE // rows)
+    longest = q.shape[1] if lengths is None else int(lengths.max())
+    most = min(_ROWS_AT_ONCE, _WORK_AT_ONCE // (longest * q.shape[3]))
+    step = max(1, most // (q.shape[0] * q.shape[1] * G))
     for start in range(0, H, step):
         stop = min(H, start + step)
         yield _Part(slice(start, stop), slice(start * G, stop * G))
@@ -279,7 +284,7 @@ def _backward(
         rows = token_rows(grad_out)
         ranges = backward_ranges(ranges, rows, token_rows(v), grad_lse, scale, in_range)
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
-        for part in _head_parts(q, k):
+        for part in _head_parts(q, k, lengths):
             c, heads = make_call(*part.of(*inputs), lengths), part.queries
             results = (
                 x if x is None else x[:, :, heads] for x in (out, _given(low), lse, grad_lse)
