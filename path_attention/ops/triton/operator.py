@@ -47,9 +47,6 @@ from path_attention.ops.triton.transition import (
     tree_fwd_kernel,
 )
 
-_LOWEST_LOG_FORGET = -1e5  # as good as −∞ to a softmax; float64 sums of a million keep 1e-5 of it
-_LOG2_E = 1.4426950408889634
-
 # Heads are computed in parts, so that what a part needs stays bounded: of at most so many query
 # rows (tokens × heads), and of no more work (rows × length × head size) than keeps a device busy
 # while the host launches the next part.
