@@ -8,6 +8,7 @@ off it, for δ) and log-sum-exp.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -69,6 +70,10 @@ def triton_attention(
     Arguments as in `path_attention`, validated there; bfloat16, float16 or float32. Products take
     float16 operands (moved queries and keys are scaled into range by powers of two) and float32
     sums; for float32 inputs each is six bfloat16 products. `lse` comes in float32.
+
+    Results repeat bit for bit, but for the gradients of w and β: a transition's gradient is summed
+    by float32 atomics, so they differ by rounding from run to run. Their backward pass therefore
+    raises RuntimeError (or warns) under `torch.use_deterministic_algorithms`.
     """
     lengths = None if packing is None else packing.host_lengths
     if scale < 0:  # the kernels take a maximum before they scale
@@ -267,6 +272,8 @@ def _backward(
     scale: float,
     lengths: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if w is not None:
+        _alert_not_deterministic()
     inputs = (q, k, v, w, beta, log_forget)
     grads = _Gradients(
         *(
@@ -309,6 +316,17 @@ def _(grad_out, grad_lse, q, k, v, w, beta, log_forget, out, lse, ranges, low, s
         q.new_empty(0 if x is None else x.shape, dtype=None if x is None else x.dtype)
         for x in (q, k, v, w, beta, log_forget)
     )
+
+
+def _alert_not_deterministic() -> None:
+    if torch.are_deterministic_algorithms_enabled():
+        message = (
+            "path_attention: triton's gradients of w and beta are not bitwise deterministic; "
+            'implementation="blockwise" has ones that are'
+        )
+        if not torch.is_deterministic_algorithms_warn_only_enabled():
+            raise RuntimeError(message)
+        warnings.warn(message, stacklevel=2)
 
 
 def _refuse(ctx, *grads):

@@ -181,3 +181,18 @@ def test_compiled_for_each_scale():
     x = leaves(encoded("nope", 30))
     for scale in (1.0, 1.0001, 1.0, 0.5):
         assert torch.equal(function(scale, *x), call(*x, scale=scale))
+
+
+def test_deterministic_algorithms_refuse_the_gradients_that_are_not():
+    inputs = encoded("path", 70, heads=(1, 1))
+    plain = encoded("nope", 70, heads=(1, 1))
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RuntimeError, match="w and beta are not bitwise deterministic"):
+            run(inputs, "triton")
+        run(plain, "triton")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        with pytest.warns(UserWarning, match="not bitwise deterministic"):
+            run(inputs, "triton")
+    finally:
+        torch.use_deterministic_algorithms(False)
