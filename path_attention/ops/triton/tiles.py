@@ -52,6 +52,8 @@ def choose_tiles(
     DP, DVP = (max(64, 1 << (n - 1).bit_length()) for n in (D, DV))
     wide = max(DP, DVP)
     single = dtype == torch.float32
+    # Matrix units that read shared memory come with more of it (from Hopper on).
+    large = wide <= 64 and not single and shared_memory > 200 * 1024
     return Tiles(
         D=D,
         DV=DV,
@@ -59,7 +61,7 @@ def choose_tiles(
         DVP=DVP,
         transport=transport,
         gate=gate,
-        forward_keys=128 if wide <= 64 and not single else 64,
+        forward_keys=128 if large else 64,
         forward_warps=4,
         forward_stages=2 if wide <= 64 else 3,
         backward_keys=64,
@@ -68,7 +70,7 @@ def choose_tiles(
         backward_queries=64,
         keys_warps=4,
         keys_stages=3 if wide <= 64 else 2,
-        registers=168 if wide <= 64 and not single else None,
+        registers=168 if large else None,
         tree_tile=64 if DP <= 64 else 128,
         tree_warps=4 if DP <= 64 else 8,
         tree_bwd_tile=64,

@@ -34,7 +34,7 @@ STACK = {
         "local_bwd_kernel": 96,
         "block_bwd_kernel": 480,
     },
-    (100, 64): {"queries_bwd_kernel": 64, "keys_bwd_kernel": 200},
+    (100, 64): {"block_fwd_kernel": 64, "queries_bwd_kernel": 64, "keys_bwd_kernel": 200},
     (80, 128): {
         "block_fwd_kernel": 800,
         "tree_fwd_kernel": 320,

@@ -183,14 +183,16 @@ def test_magnitudes(magnitudes, encoding):
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_float16(encoding):
-    # (The interpreter multiplies bfloat16 as integers: test_triton_gpu.py has it.)
+    # (The interpreter multiplies bfloat16 as integers: test_triton_gpu.py has it.) Operands are
+    # float16 whatever the inputs: results may err half as much as bfloat16 ones, which round 8
+    # times as coarsely and may err twice that, four times for w, β and the gates.
     x = encoded(encoding, 130, heads=(2, 1))
     x = Inputs(*x.to(torch.float16)[:3], *x[3:])
     exact = run(x.to(torch.float64), "definition", grad_dtype=torch.float16)
     got = run(x, "triton", grad_dtype=torch.float16)
     assert got.out.dtype == got.grads["k"].dtype == torch.float16
     for name, value in exact.named().items():
-        roundings = 6 if name in ("w", "beta", "log_forget") else 4
+        roundings = 16 if name in ("w", "beta", "log_forget") else 8
         allowed = roundings * (value.half().double() - value).norm()
         assert (got.named()[name].double() - value).norm() <= allowed, name
 
