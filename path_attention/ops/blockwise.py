@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from path_attention.ops import dense, ut_transform
+from path_attention.ops.gradients import register_gradients
 from path_attention.ops.packing import Packing
 from path_attention.ops.sequences import Group, Heads, gather, make_groups, scatter, to_heads
 
@@ -145,34 +146,7 @@ def _(grad_out, grad_lse, q, k, v, w, beta, log_forget, out, lse, scale, cu_seql
     return tuple(q.new_empty(0 if x is None else x.shape) for x in (q, k, v, w, beta, log_forget))
 
 
-def _refuse(ctx, *grads):
-    raise RuntimeError(
-        "path_attention: blockwise is differentiable once, its gradients are not (create_graph); "
-        'implementation="definition" has derivatives of every order'
-    )
-
-
-_backward.register_autograd(_refuse)
-
-
-def _setup_context(ctx, inputs, output):
-    *tensors, scale, cu_seqlens = inputs
-    ctx.save_for_backward(*tensors, *output, cu_seqlens)
-    ctx.scale = scale
-    ctx.set_materialize_grads(False)
-
-
-def _autograd(ctx, grad_out, grad_lse):
-    *inputs, out, lse, cu_seqlens = ctx.saved_tensors
-    if grad_out is None:
-        if grad_lse is None:
-            return (None,) * 8
-        grad_out = torch.zeros_like(out)
-    grads = _backward(grad_out, grad_lse, *inputs, out, lse, ctx.scale, cu_seqlens)
-    return (*(None if x is None else g for x, g in zip(inputs, grads, strict=True)), None, None)
-
-
-_forward.register_autograd(_autograd, setup_context=_setup_context)
+register_gradients(_forward, _backward, "blockwise")
 
 
 def _unit(w: Tensor | None, log_forget: Tensor | None) -> int | None:

@@ -43,7 +43,7 @@ class Grid:
 @lru_cache(maxsize=64)
 def make_grid(lengths: tuple[int, ...], device: torch.device) -> Grid:
     """The grid of sequences of these lengths, in tokens, that lie one behind the other."""
-    lengths = tuple(n for n in lengths if n > 0) if any(n == 0 for n in lengths) else lengths
+    lengths = tuple(n for n in lengths if n > 0)
     sizes = [-(-n // BLOCK) for n in lengths]
     levels = max((n - 1).bit_length() for n in sizes)
     rows, queries, keys, nodes, first = [], 0, 0, 0, 0

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from path_attention.ops.gradients import register_gradients
 from path_attention.ops.packing import Packing
 from path_attention.ops.triton.backward import (
     delta_bwd_kernel,
@@ -53,6 +54,7 @@ from path_attention.ops.triton.transition import (
 # while the host launches the next part.
 _ROWS_AT_ONCE = 2**19
 _WORK_AT_ONCE = 2**39
+_PART = 64  # columns of a transition's gradient that the main loops form at once
 
 
 def triton_attention(
@@ -133,11 +135,11 @@ def _move(
         transitions = c.empty(H, max(1, grid.nodes), DP, DP)
         if backward:
             operand = torch.empty_like(transitions, dtype=c.operand)
-        tile = min(t.tree_tile, DP)
+        tile = t.tree_tile
         block_fwd_kernel[(blocks, H)](
             c.k, w, beta, ranges, either(inverse, ranges), kt, coefficients, g, transitions,
             either(operand, ranges), *c.tables, blocks, grid.nodes, grid.levels,
-            *strides(c.k, w, beta), D=t.D, DC=min(64, DP), BACKWARD=backward,
+            *strides(c.k, w, beta), D=t.D, DC=64, BACKWARD=backward,
             num_warps=t.block_warps, **common,
         )  # fmt: skip
         for level in range(1, grid.levels):
@@ -329,16 +331,6 @@ def _alert_not_deterministic() -> None:
         warnings.warn(message, stacklevel=2)
 
 
-def _refuse(ctx, *grads):
-    raise RuntimeError(
-        "path_attention: triton is differentiable once, its gradients are not (create_graph); "
-        'implementation="definition" has derivatives of every order'
-    )
-
-
-_backward.register_autograd(_refuse)
-
-
 class _Gradients(NamedTuple):
     """Of the public inputs; empty where an input is None."""
 
@@ -396,12 +388,11 @@ def _meet_backward(c: Call, moved: _Moved, ranges: Tensor, top: _Top) -> _Partia
         c.empty(*gated).zero_(),
     )
     gates = either(moved.query_gates, ranges), either(moved.key_gates, ranges)
-    part = min(64, DP)
-    kinds = dict(DP=DP, DVP=DVP, PART=part, OPERAND=c.kernel_operand) | c.kinds
+    kinds = dict(DP=DP, DVP=DVP, PART=_PART, OPERAND=c.kernel_operand) | c.kinds
     counts = (blocks, grid.queries, grid.keys, grid.nodes, grid.levels)
     transitions = stored(moved.transitions_operand, c.k, DP, DP)
     queries_bwd_kernel[(blocks, HQ)](
-        stored(moved.queries, c.q, DP, 64), stored(moved.queries, c.q, DP, 64, part),
+        stored(moved.queries, c.q, DP, 64), stored(moved.queries, c.q, DP, 64, _PART),
         stored(moved.keys, c.k, DP, t.backward_keys), public(c.v, DVP, t.backward_keys),
         public(top.grad_out, DVP, 64), transitions, *gates, ranges, top.lse, top.delta, partial.q,
         partial.transitions, partial.rows, *c.tables, *counts, BN=t.backward_keys,
@@ -413,13 +404,13 @@ def _meet_backward(c: Call, moved: _Moved, ranges: Tensor, top: _Top) -> _Partia
     )
     keys_bwd_kernel[(blocks, H)](
         stored(moved.queries, c.q, DP, t.backward_queries), stored(moved.keys, c.k, DP, 64),
-        stored(moved.keys, c.k, DP, 64, part), public(c.v, DVP, 64),
+        stored(moved.keys, c.k, DP, 64, _PART), public(c.v, DVP, 64),
         public(top.grad_out, DVP, t.backward_queries), transitions, gates[1], ranges, lse, delta,
         partial.k, partial.v, partial.transitions, partial.columns, *c.tables, *counts,
         BM=t.backward_queries, STAGES=t.keys_stages, num_warps=t.keys_warps, maxnreg=t.registers,
         **kinds,
     )  # fmt: skip
-    tile = min(t.tree_bwd_tile, DP)
+    tile = t.tree_bwd_tile
     for level in range(grid.levels - 1, 0, -1) if t.transport else ():
         tree_bwd_kernel[(blocks, H, (DP // tile) ** 2)](
             p, partial.transitions, *c.tables, grid.nodes, grid.levels, level, DP=DP, DC=tile,
@@ -459,22 +450,4 @@ def _blocks_backward(
     )  # fmt: skip
 
 
-def _setup_context(ctx, inputs, output):
-    *tensors, scale, lengths = inputs
-    ctx.save_for_backward(*tensors, *output, lengths)
-    ctx.scale = scale
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[2:])
-
-
-def _autograd(ctx, grad_out, grad_lse, *_):
-    *inputs, out, lse, ranges, low, lengths = ctx.saved_tensors
-    if grad_out is None:
-        if grad_lse is None:
-            return (None,) * 8
-        grad_out = torch.zeros_like(out)
-    grads = _backward(grad_out, grad_lse, *inputs, out, lse, ranges, low, ctx.scale, lengths)
-    return (*(None if x is None else g for x, g in zip(inputs, grads, strict=True)), None, None)
-
-
-_forward.register_autograd(_autograd, setup_context=_setup_context)
+register_gradients(_forward, _backward, "triton")

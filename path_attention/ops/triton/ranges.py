@@ -18,7 +18,7 @@ from path_attention.ops.triton.primitives import load_tile
 def largest_norm_kernel(
     x_ptr, out_ptr, total, stride_t, stride_h, D: tl.constexpr, DP: tl.constexpr
 ):
-    """The largest ‖x‖² of all rows, by an atomic maximum (order does not matter)."""
+    """The largest ‖x‖ of all rows, by an atomic maximum (order does not matter)."""
     token = tl.program_id(0) * 128
     o, o_d = tl.arange(0, 128), tl.arange(0, DP)
     x_ptr += tl.program_id(1) * stride_h

@@ -1,0 +1,49 @@
+"""How an attention operator hands its gradients to autograd: the same for every implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def register_gradients(forward: Any, backward: Any, name: str) -> None:
+    """Make custom operator `forward` differentiable once, by custom operator `backward`.
+
+        forward(q, k, v, w, beta, log_forget, scale, borders) → out, lse, *kept
+        backward(grad_out, grad_lse, the six, out, lse, *kept, scale, borders) → six gradients
+
+    `kept` is for the backward pass alone. A gradient of an input that is None is left out; both
+    gradients from above may be missing. A second derivative raises RuntimeError naming `name`.
+    """
+
+    def keep(ctx: Any, inputs: Any, output: Any) -> None:
+        *tensors, scale, borders = inputs
+        ctx.save_for_backward(*tensors, *output, borders)
+        ctx.scale = scale
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[2:])
+
+    def differentiate(ctx: Any, grad_out: Any, grad_lse: Any, *_: Any) -> tuple:
+        *saved, borders = ctx.saved_tensors
+        inputs, out = saved[:6], saved[6]
+        if grad_out is None:
+            if grad_lse is None:
+                return (None,) * 8
+            grad_out = torch.zeros_like(out)
+        grads = backward(grad_out, grad_lse, *saved, ctx.scale, borders)
+        return (*(None if x is None else g for x, g in zip(inputs, grads, strict=True)), None, None)
+
+    forward.register_autograd(differentiate, setup_context=keep)
+    backward.register_autograd(_refusal(name))
+
+
+def _refusal(name: str) -> Callable[..., None]:
+    def refuse(ctx: Any, *grads: Any) -> None:
+        raise RuntimeError(
+            f"path_attention: {name} is differentiable once, its gradients are not "
+            '(create_graph); implementation="definition" has derivatives of every order'
+        )
+
+    return refuse
