@@ -43,6 +43,8 @@ def blockwise(
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if log_forget is not None:
         log_forget = log_forget.to(dtype).clamp(min=_LOWEST_LOG_FORGET)
+    if w is not None and beta is not None and w.dim() == 5:
+        w, beta = w.flatten(2, 3), beta.flatten(2, 3)
     tensors = (None if x is None else x.to(dtype) for x in (q, k, v, w, beta, log_forget))
     out, lse = _forward(*tensors, scale, None if packing is None else packing.cu_seqlens)
     return out.to(q.dtype), lse
@@ -54,7 +56,9 @@ def chunk_transport(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tens
         q_start_i = H_1 ⋯ H_i q_i,   k_end_jᵀ = k_jᵀ H_{j+1} ⋯ H_T,   transition = H_1 ⋯ H_T
 
     Args:
-        q: `[B, T, HQ, D]`; k, w: `[B, T, H, D]`; beta: `[B, T, H]`; any T ≥ 1. No gradients.
+        q: `[B, T, HQ, D]`; k: `[B, T, H, D]`; w: `[B, T, H, D]` or `[B, T, H, n, D]` of n factors a
+            token, H_t = H_{t,1} ⋯ H_{t,n}; beta: `[B, T, H]` or `[B, T, H, n]`; any T ≥ 1. No
+            gradients.
 
     Returns:
         q_start `[B, T, HQ, D]`, k_end `[B, T, H, D]`, transition `[B, H, D, D]`, in float32
@@ -63,6 +67,8 @@ def chunk_transport(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tens
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     B, T, _, D = q.shape
     group = make_groups(None, B, T, BLOCK)[0]
+    if w.dim() == 5:
+        w, beta = w.flatten(2, 3), beta.flatten(2, 3)
     with torch.no_grad():
         q, k, w, beta = (x.to(dtype) for x in (q, k, w, beta))
         moved = _start(_solve(group, gather(group, q, k, k, w, beta, None)))

@@ -26,6 +26,8 @@ def definition(
         A_ij = scale · k_jᵀ H_{j+1} ⋯ H_i q_i + Σ_{t=j+1..i} log_forget_t,  H_t = I − β_t w_t w_tᵀ
         o_i  = Σ_{j≤i} softmax_j(A_ij) v_j,      lse_i = log Σ_{j≤i} exp A_ij
 
+    (H_t = H_{t,1} ⋯ H_{t,n} with n factors a token.)
+
     Arguments as in `path_attention`, validated there; gradients by autograd. Computes in float32,
     or float64 for float64 inputs; `out` comes in q's dtype, `lse` in the computing dtype.
     """
@@ -59,11 +61,19 @@ def definition(
         score = scale * (moved * k[:, j, None, :, None]).sum(-1) + decay
         columns.append(torch.nn.functional.pad(score, (0, 0, 0, 0, j, 0), value=-torch.inf))
         if w is not None and beta is not None:
-            w_j = w[:, j, None, :, None].to(dtype)
-            along = (moved * w_j).sum(-1, keepdim=True)
-            moved = moved - beta[:, j, None, :, None, None].to(dtype) * along * w_j
+            moved = _apply_factors(moved, w[:, j].to(dtype), beta[:, j].to(dtype))
         if log_forget is not None:
             decay = decay + log_forget[:, j, None].to(dtype).unflatten(2, (H, HQ // H))
     scores = torch.stack(columns[::-1], -1)  # [B, T, H, G, T]
     out = torch.einsum("bihgj,bjhe->bihge", scores.softmax(-1), v)
     return out.flatten(2, 3).to(out_dtype), scores.logsumexp(-1).flatten(2, 3)
+
+
+def _apply_factors(x: Tensor, w: Tensor, beta: Tensor) -> Tensor:
+    """H_t x of one token: x `[B, ·, H, G, D]`; w `[B, H, D]` or, of n factors, `[B, H, n, D]`."""
+    if w.dim() == 3:
+        w, beta = w[:, :, None], beta[:, :, None]
+    for n in range(w.shape[2] - 1, -1, -1):
+        w_n, beta_n = w[:, None, :, n, None], beta[:, None, :, n, None, None]
+        x = x - beta_n * (x * w_n).sum(-1, keepdim=True) * w_n
+    return x

@@ -8,9 +8,16 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from path_attention.ops.arguments import (
+    cast_as_autocast_does,
+    check_packing,
+    check_tensors,
+    unit_directions,
+)
 from path_attention.ops.blockwise import blockwise
 from path_attention.ops.definition import definition
 from path_attention.ops.packing import Packing
+from path_attention.ops.sdpa import sdpa, sdpa_lacks
 
 Implementation = Callable[..., tuple[Tensor, Tensor]]
 
@@ -26,8 +33,6 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "blockwise": blockwise,
     "triton": _triton,
 }
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_AUTOCAST = _FLOATS[:3]
 _TRITON_HEAD_SIZE = 128  # more does not fit a device's shared memory
 _UNIT_NORM_TOLERANCE = 1e-3  # of ‖w‖² in float32; a w rounded to 16 bits is renormalised instead
 
@@ -81,6 +86,8 @@ def path_attention(
         A_ij = scale · k_jᵀ H_{j+1} ⋯ H_i q_i + Σ_{t=j+1..i} log_forget_t,  H_t = I − β_t w_t w_tᵀ
         o_i  = Σ_{j≤i} softmax_j(A_ij) v_j
 
+    With n factors a token, H_t = H_{t,1} ⋯ H_{t,n}: the last of them acts on a query first.
+
     Source: PaTH attention, arXiv 2505.16381 §3 (the gate: §3.3, after FoX, arXiv 2503.02130);
     docs/algorithm.md §1. Under autocast q, k and v are cast as for `scaled_dot_product_attention`.
 
@@ -88,19 +95,23 @@ def path_attention(
         q: queries `[B, T, HQ, D]`, bfloat16, float16, float32 or float64.
         k: keys `[B, T, H, D]`, q's dtype; HQ is a multiple of H (grouped heads).
         v: values `[B, T, H, DV]`, q's dtype; DV need not be D.
-        w: unit directions `[B, T, H, D]`, float32 or q's dtype; None together with `beta` for no
-            transport. A 16-bit w is renormalised in float32, since its rounding breaks ‖w‖ = 1.
-        beta: strengths `[B, T, H]` in [0, 2], float32 or q's dtype; β‖w‖² ≤ 2 keeps every factor's
-            norm at most 1.
+        w: unit directions `[B, T, H, D]`, or `[B, T, H, n, D]` of n factors a token, float32 or q's
+            dtype; None together with `beta` for no transport. A 16-bit w is renormalised in
+            float32, since its rounding breaks ‖w‖ = 1.
+        beta: strengths `[B, T, H]` or `[B, T, H, n]` in [0, 2], float32 or q's dtype; β‖w‖² ≤ 2
+            keeps every factor's norm at most 1.
         log_forget: log of the forget gate, `[B, T, HQ]`, ≤ 0, float32 or q's dtype; not multiplied
             by `scale`. A constant makes it ALiBi.
         scale: of the scores; None is D^-½.
         cu_seqlens: borders of packed documents (B = 1), `[N + 1]` integers or a `Packing`; tokens
             never see another document's.
         return_lse: also return log Σ_j exp A_ij.
-        implementation: "definition" (literal; the oracle), "blockwise" (linear memory, any device)
-            or "triton" (fast; NVIDIA GPUs of compute capability 8.0 or more, head sizes up to 128,
-            not float64). None is "triton" where it can run, else "blockwise".
+        implementation: "definition" (literal; the oracle), "blockwise" (linear memory, any device),
+            "triton" (fast; NVIDIA GPUs of compute capability 8.0 or more, head sizes up to 128,
+            not float64, one factor a token) or "sdpa" (PyTorch's fused kernels, for neither w nor
+            log_forget; packed documents one by one). None is "sdpa" where nothing is moved, gated
+            or packed and no gradient of lse can be asked for; else "triton" where it can run;
+            else "blockwise".
         check_contract: check the values of w, β and log_forget too; waits for the device.
 
     Returns:
@@ -110,40 +121,61 @@ def path_attention(
     Raises:
         ValueError: naming the argument, what came, and what was expected.
     """
-    device_type = q.device.type
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        q, k, v = (x.to(dtype) if x.dtype in _AUTOCAST else x for x in (q, k, v))
-    packing = _check_shapes(q, k, v, w, beta, log_forget, cu_seqlens)
-    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    q, k, v = cast_as_autocast_does(q, k, v)
+    check_tensors(q, k, v, w, beta, log_forget)
+    packing = check_packing(q, cu_seqlens)
+    scale = float(q.shape[3] ** -0.5 if scale is None else scale)
     if check_contract:
         _check_contract(w, beta, log_forget)
-    if w is not None and w.dtype in (torch.bfloat16, torch.float16):
-        w = torch.nn.functional.normalize(w.float(), dim=-1, eps=1e-6)
-    run = _choose(implementation, q, v)
-    with torch.autocast(device_type, enabled=False):
-        out, lse = run(q, k, v, w, beta, log_forget, scale, packing)
-    return (out, lse) if return_lse else out
+    w = unit_directions(w)
+    if w is not None and beta is not None and w.dim() == 5 and w.shape[3] == 1:
+        w, beta = w[:, :, :, 0], beta[..., 0]
+    lse_gradient = return_lse and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+    name = _choose(implementation, q, v, w, log_forget, packing, return_lse, lse_gradient)
+    with torch.autocast(q.device.type, enabled=False):
+        if name == "sdpa":
+            out, lse = sdpa(q, k, v, scale, packing, return_lse)
+        else:
+            out, lse = IMPLEMENTATIONS[name](q, k, v, w, beta, log_forget, scale, packing)
+    return out if not return_lse or lse is None else (out, lse)
 
 
-def _choose(implementation: str | None, q: Tensor, v: Tensor) -> Implementation:
+def _choose(
+    implementation: str | None,
+    q: Tensor,
+    v: Tensor,
+    w: Tensor | None,
+    log_forget: Tensor | None,
+    packing: Packing | None,
+    return_lse: bool,
+    lse_gradient: bool,
+) -> str:
+    moved = "w" if w is not None else "log_forget" if log_forget is not None else None
     if implementation is None:
-        usable = q.device.type == "cuda" and _triton_lacks(q, v) is None
-        implementation = "triton" if usable else "blockwise"
-    elif implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation: expected one of {sorted(IMPLEMENTATIONS)} or None, "
-            f"got {implementation!r}"
-        )
+        plain = moved is None and packing is None and not lse_gradient
+        if plain and sdpa_lacks(q, v, return_lse) is None:
+            return "sdpa"
+        usable = q.device.type == "cuda" and _triton_lacks(q, v, w) is None
+        return "triton" if usable else "blockwise"
+    names = sorted([*IMPLEMENTATIONS, "sdpa"])
+    if implementation not in names:
+        raise ValueError(f"implementation: expected one of {names} or None, got {implementation!r}")
+    if implementation == "sdpa" and moved is not None:
+        raise ValueError(f"{moved}: expected None with implementation 'sdpa', got a tensor")
+    lacks = None
+    if implementation == "sdpa":
+        lacks = sdpa_lacks(q, v, return_lse)
     elif implementation == "triton":
-        lacks = _triton_lacks(q, v)
-        if lacks is not None:
-            raise ValueError(f"implementation: expected {lacks} with 'triton'")
-    return IMPLEMENTATIONS[implementation]
+        lacks = _triton_lacks(q, v, w)
+    if lacks is not None:
+        raise ValueError(f"implementation: expected {lacks} with {implementation!r}")
+    return implementation
 
 
-def _triton_lacks(q: Tensor, v: Tensor) -> str | None:
+def _triton_lacks(q: Tensor, v: Tensor, w: Tensor | None) -> str | None:
     """What the Triton kernels would need and what came instead; None if they can run."""
+    if w is not None and w.dim() == 5:
+        return f"one Householder factor a token, got {w.shape[3]}"
     if q.dtype == torch.float64:
         return f"bfloat16, float16 or float32, got {q.dtype}"
     D, DV = q.shape[3], v.shape[3]
@@ -152,67 +184,6 @@ def _triton_lacks(q: Tensor, v: Tensor) -> str | None:
     from path_attention.ops.triton.device import device_lacks
 
     return device_lacks(q.device.type, q.device.index)
-
-
-def _check_shapes(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w: Tensor | None,
-    beta: Tensor | None,
-    log_forget: Tensor | None,
-    cu_seqlens: Tensor | Packing | None,
-) -> Packing | None:
-    if (w is None) != (beta is None):
-        given, missing = ("beta", "w") if w is None else ("w", "beta")
-        raise ValueError(f"{missing}: expected together with {given}, got None")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise ValueError(f"{name}: expected [B, T, heads, head size], got {list(x.shape)}")
-    B, T, HQ, D = q.shape
-    H, DV = k.shape[2], v.shape[3]
-    if H == 0 or HQ % H or HQ == 0:
-        raise ValueError(f"q: expected a multiple of k's {H} heads, got {HQ} heads")
-    if D == 0 or DV == 0:
-        raise ValueError(f"{'v' if D else 'q'}: expected a head size of at least 1, got 0")
-    expected = {
-        "k": (k, (B, T, H, D)),
-        "v": (v, (B, T, H, DV)),
-        "w": (w, (B, T, H, D)),
-        "beta": (beta, (B, T, H)),
-        "log_forget": (log_forget, (B, T, HQ)),
-    }
-    if q.dtype not in _FLOATS:
-        raise ValueError(f"q: expected a dtype of {[str(d) for d in _FLOATS]}, got {q.dtype}")
-    for name, (x, shape) in expected.items():
-        if x is None:
-            continue
-        if tuple(x.shape) != shape:
-            raise ValueError(f"{name}: expected shape {list(shape)}, got {list(x.shape)}")
-        if x.device != q.device:
-            raise ValueError(f"{name}: expected on q's device {q.device}, got {x.device}")
-        allowed = (q.dtype,) if name in "kv" else (q.dtype, torch.float32)
-        if x.dtype not in allowed:
-            raise ValueError(
-                f"{name}: expected dtype {' or '.join(map(str, dict.fromkeys(allowed)))}, "
-                f"got {x.dtype}"
-            )
-    if cu_seqlens is None:
-        return None
-    if B != 1:
-        raise ValueError(f"cu_seqlens: expected a batch of 1 with packed sequences, got B = {B}")
-    packing = cu_seqlens
-    if not isinstance(packing, Packing):
-        packing = Packing.from_cu_seqlens(packing, T)
-    if packing.total != T:
-        raise ValueError(
-            f"cu_seqlens: expected to end at T = {T}, the number of tokens, got {packing.total}"
-        )
-    if packing.cu_seqlens.device != q.device:
-        raise ValueError(
-            f"cu_seqlens: expected on q's device {q.device}, got {packing.cu_seqlens.device}"
-        )
-    return packing
 
 
 def _check_contract(w: Tensor | None, beta: Tensor | None, log_forget: Tensor | None) -> None:

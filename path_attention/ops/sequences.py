@@ -26,14 +26,15 @@ class Group(NamedTuple):
 class Heads(NamedTuple):
     """Head-major inputs; N is sequences × key heads.
 
-    Each token has G rows of queries, one behind the other: the query heads that share its key.
+    Each token has G rows of queries, one behind the other: the query heads that share its key. So
+    it has F rows of w: its factors in their order.
     """
 
     q: Tensor  # [N, L·G, D]
     k: Tensor  # [N, L, D]
     v: Tensor  # [N, L, DV]
-    w: Tensor | None  # [N, L, D]
-    beta: Tensor | None  # [N, L]
+    w: Tensor | None  # [N, L·F, D]
+    beta: Tensor | None  # [N, L·F]
     log_forget: Tensor | None  # [N, L, G]
 
 

@@ -1,8 +1,9 @@
 """One block of tokens: the UT transform, the scores inside the block, and their gradients.
 
-docs/algorithm.md §2 and §4. Everything is batched over blocks. Shapes: k, w `[N, U, n, D]`, v
-`[N, U, n, DV]`, beta `[N, U, n]`, q `[N, U, n·G, D]`, log_forget `[N, U, n, G]`: N sequences × key
-heads, U blocks of n tokens, G query heads a key head, whose queries of one token are neighbours.
+docs/algorithm.md §2 and §4. Everything is batched over blocks. Shapes: k `[N, U, n, D]`, v
+`[N, U, n, DV]`, w `[N, U, n·F, D]`, beta `[N, U, n·F]`, q `[N, U, n·G, D]`, log_forget
+`[N, U, n, G]`: N sequences × key heads, U blocks of n tokens, F factors a token in their order, G
+query heads a key head, whose queries of one token are neighbours.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class Transform(NamedTuple):
     ww: Tensor  # W Wᵀ
     inverse: Tensor  # X = (I + diag(β)·striu(W Wᵀ))⁻¹, upper triangular
     t: Tensor  # T = X diag(β)
-    qw: Tensor  # tril(Q Wᵀ)
-    kw: Tensor  # striu(K Wᵀ)
+    qw: Tensor  # tril(Q Wᵀ): factors of later tokens hidden
+    kw: Tensor  # striu(K Wᵀ): those of later tokens kept
     k_coefficients: Tensor  # kw T
     to_start: Tensor  # Tᵀ W: queries lose qw times it
     to_end: Tensor  # T W: keys lose kw times it
@@ -44,8 +45,9 @@ def solve(q: Tensor, k: Tensor, w: Tensor | None, beta: Tensor | None) -> Block:
     ww = w @ w.mT
     inverse = _invert(beta[..., None] * ww.triu(1))
     t = inverse * beta[..., None, :]
-    qw, kw = q @ w.mT, (k @ w.mT).triu_(1)
-    qw.masked_fill_(_future(qw), 0)
+    n, qw, kw = k.shape[-2], q @ w.mT, k @ w.mT
+    qw.masked_fill_(_future(qw, n), 0)
+    kw.masked_fill_(~_future(kw, n), 0)
     return Block(q, k, Transform(w, beta, ww, inverse, t, qw, kw, kw @ t, t.mT @ w, t @ w))
 
 
@@ -106,10 +108,10 @@ def backward(
     dto_end += w @ dtransition
     dqw = dscores @ k_coefficients
     dqw += dq_moved @ to_start.mT
-    dqw.masked_fill_(_future(dqw), 0)
+    dqw.masked_fill_(_future(dqw, k.shape[-2]), 0)
     dkw = dk_coefficients @ t.mT
     dkw += dk_moved @ to_end.mT
-    dkw.triu_(1)
+    dkw.masked_fill_(~_future(dkw, k.shape[-2]), 0)
     dt = kw.mT @ dk_coefficients
     dt += w @ dto_start.mT
     dt += dto_end @ w.mT
@@ -156,14 +158,14 @@ def _scores(block: Block, log_forget: Tensor | None) -> Tensor:
         # Σ_{t=j+1..i} of each pair by itself: a difference of running sums would cancel.
         later = log_forget[..., None].expand(*log_forget.shape, log_forget.shape[-2])
         scores += later.where(_past(later), 0).cumsum(-3).flatten(-3, -2)
-    return scores.masked_fill_(_future(scores), -torch.inf)
+    return scores.masked_fill_(_future(scores, block.k.shape[-2]), -torch.inf)
 
 
-def _future(x: Tensor) -> Tensor:
-    """Where the column's token is later than the row's; x is [.., n·G, n]."""
-    rows, n = x.shape[-2:]
+def _future(x: Tensor, n: int) -> Tensor:
+    """Where the column's token is later than the row's; x has so many of each a token, of n."""
     token = torch.arange(n, device=x.device)
-    return token > token.repeat_interleave(rows // n)[:, None]
+    row, column = (token.repeat_interleave(size // n) for size in x.shape[-2:])
+    return column > row[:, None]
 
 
 def _past(x: Tensor) -> Tensor:

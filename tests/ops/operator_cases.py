@@ -43,10 +43,14 @@ def make_inputs(
     size: tuple[int, int] = (8, 8),
     transport: bool = True,
     gate: bool = True,
+    factors: int | None = None,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
 ) -> Inputs:
-    """Random inputs; `heads` are the queries' and the keys', `size` is D and DV."""
+    """Random inputs; `heads` are the queries' and the keys', `size` is D and DV.
+
+    `factors` a token, in a dimension of their own; None for one without it.
+    """
     (HQ, H), (D, DV) = heads, size
     rng = torch.Generator().manual_seed(seed)
 
@@ -54,8 +58,9 @@ def make_inputs(
         return torch.randn(*shape, dtype=torch.float64, generator=rng)
 
     q, k, v = normal(B, T, HQ, D), normal(B, T, H, D), normal(B, T, H, DV)
-    w = F.normalize(normal(B, T, H, D), dim=-1) if transport else None
-    beta = 2 * torch.rand(B, T, H, dtype=torch.float64, generator=rng) if transport else None
+    of_token = (B, T, H) if factors is None else (B, T, H, factors)
+    w = F.normalize(normal(*of_token, D), dim=-1) if transport else None
+    beta = 2 * torch.rand(of_token, dtype=torch.float64, generator=rng) if transport else None
     log_forget = F.logsigmoid(normal(B, T, HQ) + 2) if gate else None
     return Inputs(q, k, v, w, beta, log_forget).to(dtype)
 

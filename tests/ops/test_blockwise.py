@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -73,6 +75,49 @@ def test_a_crash_of_a_peer():
 @pytest.mark.parametrize("scale", [1.0, 1.0001, 0.0, -0.5])
 def test_scales(scale):
     assert_blockwise_is_the_definition(make_inputs(90), scale=scale)
+
+
+# --- Several factors a token ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gate", [True, False])
+@pytest.mark.parametrize("factors", [1, 2, 3])
+@pytest.mark.parametrize("T", [1, 2, 63, 65, 150])
+def test_factors(T, factors, gate):
+    assert_blockwise_is_the_definition(make_inputs(T, B=2, gate=gate, factors=factors))
+
+
+@pytest.mark.parametrize("size", [(5, 3), (3, 8)])
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2)])
+def test_factors_of_grouped_heads(heads, size):
+    inputs = make_inputs(100, heads=heads, size=size, factors=2)
+    packing = Packing.from_lengths([30, 0, 66, 4])
+    assert_blockwise_is_the_definition(inputs)
+    assert_blockwise_is_the_definition(inputs, cu_seqlens=packing)
+
+
+def test_factors_are_tokens_that_hold_no_key():
+    # One factor a token, over T·n tokens of which every n-th has a key and a query that counts.
+    inputs = make_inputs(70, heads=(2, 1), gate=False, factors=3)
+    q, k, v, w, beta, _ = inputs
+
+    def spread(x):
+        return torch.nn.functional.pad(x[:, :, None], (0, 0, 0, 0, 2, 0)).flatten(1, 2)
+
+    # Their scores are 0, as is their share of the output: taken off the sum of exponentials.
+    out, lse = path_attention(
+        *(spread(x) for x in (q, k, v)),
+        w.transpose(2, 3).flatten(1, 2),
+        beta.transpose(2, 3).flatten(1, 2),
+        return_lse=True,
+    )
+    out, lse = out[:, 2::3], lse[:, 2::3]
+    extra = 2 * torch.arange(1, 71, dtype=torch.float64)[:, None]
+    total = torch.log(lse.exp() - extra)
+    expected = path_attention(*inputs, return_lse=True)
+    torch.testing.assert_close(total, expected[1], rtol=1e-10, atol=1e-10)
+    out = out * (lse - total).exp()[..., None]
+    torch.testing.assert_close(out, expected[0], rtol=1e-10, atol=1e-10)
 
 
 # --- Packed sequences ----------------------------------------------------------------------------
@@ -246,15 +291,18 @@ def test_any_shape_packing_and_gate(
 # --- A chunk's transport -------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("factors", [None, 1, 2])
 @pytest.mark.parametrize("T", [1, 63, 64, 65, 130, 200])
-def test_chunk_transport_is_the_product_of_factors(T):
-    q, k, _, w, beta, _ = make_inputs(T, B=2, heads=(4, 2), size=(5, 5))
+def test_chunk_transport_is_the_product_of_factors(T, factors):
+    q, k, _, w, beta, _ = make_inputs(T, B=2, heads=(4, 2), size=(5, 5), factors=factors)
     q_start, k_end, transition = chunk_transport(q, k, w, beta)
     eye = torch.eye(5).double()
-    factors = eye - beta[..., None, None] * w[..., :, None] * w[..., None, :]  # [B, T, H, D, D]
+    single = eye - beta[..., None, None] * w[..., :, None] * w[..., None, :]
+    if factors is not None:
+        single = reduce(torch.matmul, single.unbind(3))
     product = eye.expand(2, 2, 5, 5)
     for i in range(T):
-        product = product @ factors[:, i]
+        product = product @ single[:, i]  # [B, H, D, D]
         moved = torch.einsum("bhxy,bhgy->bhgx", product, q[:, i].unflatten(1, (2, 2)))
         torch.testing.assert_close(q_start[:, i], moved.flatten(1, 2), rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(transition, product, rtol=1e-11, atol=1e-11)
@@ -262,4 +310,4 @@ def test_chunk_transport_is_the_product_of_factors(T):
     for j in range(T - 1, -1, -1):
         moved = torch.einsum("bhx,bhxy->bhy", k[:, j], rest)
         torch.testing.assert_close(k_end[:, j], moved, rtol=1e-11, atol=1e-11)
-        rest = factors[:, j] @ rest
+        rest = single[:, j] @ rest

@@ -24,9 +24,10 @@ def by_matrices(q, k, v, w, beta, log_forget, scale):
                 for j in range(i + 1):
                     product, decay = torch.eye(D, dtype=q.dtype), 0.0
                     for t in range(j + 1, i + 1):
-                        direction = w[b, t, h // group]
-                        factor = beta[b, t, h // group] * torch.outer(direction, direction)
-                        product = product @ (torch.eye(D, dtype=q.dtype) - factor)
+                        of_token = w[b, t, h // group].view(-1, D), beta[b, t, h // group].view(-1)
+                        for w_t, beta_t in zip(*of_token, strict=True):
+                            factor = torch.eye(D, dtype=q.dtype) - beta_t * torch.outer(w_t, w_t)
+                            product = product @ factor
                         decay = decay + log_forget[b, t, h]
                     scores.append(scale * (k[b, j, h // group] @ product @ q[b, i, h]) + decay)
                 scores = torch.stack(scores)
@@ -36,9 +37,10 @@ def by_matrices(q, k, v, w, beta, log_forget, scale):
     return out, lse
 
 
+@pytest.mark.parametrize("factors", [None, 1, 3])
 @pytest.mark.parametrize("scale", [None, 0.3])
-def test_definition_is_the_formula(scale):
-    inputs = make_inputs(7, B=2, heads=(4, 2), size=(3, 5))
+def test_definition_is_the_formula(scale, factors):
+    inputs = make_inputs(7, B=2, heads=(4, 2), size=(3, 5), factors=factors)
     out, lse = path_attention(*inputs, scale=scale, return_lse=True, implementation="definition")
     expected = by_matrices(*inputs, 3**-0.5 if scale is None else scale)
     torch.testing.assert_close(out, expected[0], rtol=1e-12, atol=1e-12)
@@ -99,6 +101,24 @@ def test_reflections_of_the_plane_turn_it():
         q, k, k, w, beta, scale=1.0, return_lse=True, implementation="definition"
     )
     turn = 2 * (angle[1::2] - angle[2::2]).sum()
+    cos, sin = turn.cos(), turn.sin()
+    turned = torch.stack([torch.stack([cos, -sin]), torch.stack([sin, cos])]) @ q[0, -1, 0]
+    expected = torch.log((k[0, 0, 0] @ turned).exp() + T - 1)
+    torch.testing.assert_close(lse[0, -1, 0], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_two_reflections_of_one_token_turn_the_plane():
+    # H_{t,1} H_{t,2} turns by 2(θ_{t,1} − θ_{t,2}): what one token's single factor cannot do.
+    T = 6
+    angle = torch.rand(T, 2, dtype=torch.float64) * 7
+    w = torch.stack([angle.cos(), angle.sin()], -1)[None, :, None]
+    beta = torch.full((1, T, 1, 2), 2.0).double()
+    q, k = torch.randn(2, 1, T, 1, 2, dtype=torch.float64)
+    k[:, 1:] = 0  # their scores are 0
+    _, lse = path_attention(
+        q, k, k, w, beta, scale=1.0, return_lse=True, implementation="definition"
+    )
+    turn = 2 * (angle[1:, 0] - angle[1:, 1]).sum()
     cos, sin = turn.cos(), turn.sin()
     turned = torch.stack([torch.stack([cos, -sin]), torch.stack([sin, cos])]) @ q[0, -1, 0]
     expected = torch.log((k[0, 0, 0] @ turned).exp() + T - 1)

@@ -85,7 +85,32 @@ REFUSED = {
     ),
     "implementation": (
         {"implementation": "fast"},
-        "or None, got 'fast'",
+        "implementation: expected one of ['blockwise', 'definition', 'sdpa', 'triton'] or None, "
+        "got 'fast'",
+    ),
+    "sdpa with w": (
+        {"implementation": "sdpa", "log_forget": None},
+        "w: expected None with implementation 'sdpa', got a tensor",
+    ),
+    "sdpa with a gate": (
+        {"implementation": "sdpa", "w": None, "beta": None},
+        "log_forget: expected None with implementation 'sdpa', got a tensor",
+    ),
+    "no factors": (
+        {"w": x(1, T, 2, 0, 8), "beta": x(1, T, 2, 0)},
+        "w: expected at least 1 factor a token, got 0",
+    ),
+    "factors without a size in beta": (
+        {"w": x(1, T, 2, 3, 8)},
+        "beta: expected shape [1, 6, 2, 3], got [1, 6, 2]",
+    ),
+    "factors of beta alone": (
+        {"beta": x(1, T, 2, 3)},
+        "beta: expected shape [1, 6, 2], got [1, 6, 2, 3]",
+    ),
+    "two factors with triton": (
+        {"w": x(1, T, 2, 2, 8), "beta": x(1, T, 2, 2), "implementation": "triton"},
+        "implementation: expected one Householder factor a token, got 2 with 'triton'",
     ),
     "beta of 2.5": (
         {"beta": x(1, T, 2) + 2.5, "check_contract": True},
@@ -192,22 +217,43 @@ def tensor_on(device: str, dtype: torch.dtype = torch.bfloat16, size: int = 64):
     return SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(1, T, 1, size))
 
 
+def choose(implementation: str | None = None, *, q=None, w=None, gate=None, **options) -> str:
+    q = tensor_on("cpu") if q is None else q
+    defaults = {"packing": None, "return_lse": False, "lse_gradient": False}
+    return path._choose(implementation, q, q, w, gate, **{**defaults, **options})
+
+
 @pytest.mark.parametrize(
-    ("q", "capability", "chosen"),
+    ("q", "capability", "moved", "plain"),
     [
-        (tensor_on("cuda:0"), (8, 0), "triton"),
-        (tensor_on("cuda:0", torch.float32, 128), (10, 0), "triton"),
-        (tensor_on("cuda:0"), (7, 5), "blockwise"),
-        (tensor_on("cuda:0", torch.float64), (9, 0), "blockwise"),
-        (tensor_on("cuda:0", size=129), (9, 0), "blockwise"),
-        (tensor_on("cpu"), (9, 0), "blockwise"),
+        (tensor_on("cuda:0"), (8, 0), "triton", "sdpa"),
+        (tensor_on("cuda:0", torch.float32, 128), (10, 0), "triton", "sdpa"),
+        (tensor_on("cuda:0"), (7, 5), "blockwise", "sdpa"),
+        (tensor_on("cuda:0", torch.float64), (9, 0), "blockwise", "blockwise"),
+        (tensor_on("cuda:0", size=129), (9, 0), "blockwise", "sdpa"),
+        (tensor_on("cuda:0", size=257), (9, 0), "blockwise", "blockwise"),
+        (tensor_on("cpu"), (9, 0), "blockwise", "sdpa"),
+        (tensor_on("cpu", torch.float64), (9, 0), "blockwise", "sdpa"),
     ],
 )
-def test_the_choice(q, capability, chosen, monkeypatch):
+def test_the_choice(q, capability, moved, plain, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(device, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    assert path._choose(None, q, q) is path.IMPLEMENTATIONS[chosen]
-    monkeypatch.setattr(device, "find_spec", lambda name: None)
-    assert path._choose(None, q, q) is path.IMPLEMENTATIONS["blockwise"]
+    for _ in range(2):
+        assert choose(q=q, w=x(1, T, 1, 64)) == moved
+        assert choose(q=q, gate=x(1)) == moved
+        assert choose(q=q) == choose(q=q, return_lse=True) == plain
+        assert choose(q=q, return_lse=True, lse_gradient=True) == moved
+        assert choose(q=q, packing=Packing.from_lengths([T])) == moved
+        assert choose(q=q, w=x(1, T, 1, 2, 64)) == "blockwise"  # two factors a token
+        monkeypatch.setattr(device, "find_spec", lambda name: None)
+        moved = "blockwise"
+
+
+def test_return_lse_alone_does_not_change_the_choice_for_other_devices():
+    assert choose(q=tensor_on("mps")) == "sdpa"
+    assert choose(q=tensor_on("mps"), return_lse=True) == "blockwise"
+    with pytest.raises(ValueError, match="expected cpu or cuda tensors for return_lse, got .* mps"):
+        choose("sdpa", q=tensor_on("mps"), return_lse=True)
