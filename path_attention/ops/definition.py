@@ -61,7 +61,7 @@ def definition(
         score = scale * (moved * k[:, j, None, :, None]).sum(-1) + decay
         columns.append(torch.nn.functional.pad(score, (0, 0, 0, 0, j, 0), value=-torch.inf))
         if w is not None and beta is not None:
-            moved = _apply_factors(moved, w[:, j].to(dtype), beta[:, j].to(dtype))
+            moved = apply_factors(moved, w[:, j].to(dtype), beta[:, j].to(dtype))
         if log_forget is not None:
             decay = decay + log_forget[:, j, None].to(dtype).unflatten(2, (H, HQ // H))
     scores = torch.stack(columns[::-1], -1)  # [B, T, H, G, T]
@@ -69,7 +69,7 @@ def definition(
     return out.flatten(2, 3).to(out_dtype), scores.logsumexp(-1).flatten(2, 3)
 
 
-def _apply_factors(x: Tensor, w: Tensor, beta: Tensor) -> Tensor:
+def apply_factors(x: Tensor, w: Tensor, beta: Tensor) -> Tensor:
     """H_t x of one token: x `[B, ·, H, G, D]`; w `[B, H, D]` or, of n factors, `[B, H, n, D]`."""
     if w.dim() == 3:
         w, beta = w[:, :, None], beta[:, :, None]

@@ -21,6 +21,7 @@ class Group(NamedTuple):
     tokens: int  # T, where rows is None
     length: int  # L, a multiple of block
     block: int
+    documents: Tensor | None  # [n] which of the packed ones they are; None: the batch
 
 
 class Heads(NamedTuple):
@@ -47,22 +48,22 @@ def make_groups(cu_seqlens: Tensor | None, B: int, T: int, unit: int | None) -> 
         if B * T == 0:
             return []
         block = T if unit is None else min(unit, T)
-        return [Group(None, None, T, -(-T // block) * block, block)]
+        return [Group(None, None, T, -(-T // block) * block, block, None)]
     borders = cu_seqlens.tolist()
     step = unit or 64
-    documents: dict[int, list[tuple[int, int]]] = {}
-    for start, stop in pairwise(borders):
+    documents: dict[int, list[tuple[int, int, int]]] = {}
+    for n, (start, stop) in enumerate(pairwise(borders)):
         if stop > start:
-            documents.setdefault(-(-(stop - start) // step), []).append((start, stop - start))
+            documents.setdefault(-(-(stop - start) // step), []).append((start, stop - start, n))
     groups = []
     for blocks, members in sorted(documents.items()):
-        starts, lengths = torch.tensor(members, device=cu_seqlens.device).unbind(1)
-        length = blocks * step if blocks > 1 else max(n for _, n in members)
+        starts, lengths, places = torch.tensor(members, device=cu_seqlens.device).unbind(1)
+        length = blocks * step if blocks > 1 else max(n for _, n, _ in members)
         offset = torch.arange(length, device=cu_seqlens.device)
         valid = offset < lengths[:, None]
         rows = (starts[:, None] + offset).where(valid, 0)
         block = length if unit is None or blocks == 1 else unit
-        groups.append(Group(rows, valid, T, length, block))
+        groups.append(Group(rows, valid, T, length, block, places))
     return groups
 
 

@@ -150,15 +150,33 @@ def _invert(strict: Tensor) -> Tensor:
     return x[..., 0, :n, :n]
 
 
-def _scores(block: Block, log_forget: Tensor | None) -> Tensor:
-    scores = block.q @ block.k.mT
-    if block.transform is not None:
-        scores -= block.transform.qw @ block.transform.k_coefficients.mT
+def weigh(block: Block, log_forget: Tensor | None) -> Tensor:
+    """Scores without a softmax: products times the gates between, 0 for later tokens."""
+    weights = _products(block)
     if log_forget is not None:
-        # Σ_{t=j+1..i} of each pair by itself: a difference of running sums would cancel.
-        later = log_forget[..., None].expand(*log_forget.shape, log_forget.shape[-2])
-        scores += later.where(_past(later), 0).cumsum(-3).flatten(-3, -2)
+        weights = weights * _decays(log_forget).exp()
+    return weights.masked_fill(_future(weights, block.k.shape[-2]), 0)
+
+
+def _scores(block: Block, log_forget: Tensor | None) -> Tensor:
+    scores = _products(block)
+    if log_forget is not None:
+        scores += _decays(log_forget)
     return scores.masked_fill_(_future(scores, block.k.shape[-2]), -torch.inf)
+
+
+def _products(block: Block) -> Tensor:
+    """k_jᵀ H_{j+1} ⋯ H_i q_i where j ≤ i, `[N, U, n·G, n]`."""
+    products = block.q @ block.k.mT
+    if block.transform is not None:
+        products -= block.transform.qw @ block.transform.k_coefficients.mT
+    return products
+
+
+def _decays(log_forget: Tensor) -> Tensor:
+    """Σ_{t=j+1..i} of each pair by itself: a difference of running sums would cancel."""
+    later = log_forget[..., None].expand(*log_forget.shape, log_forget.shape[-2])
+    return later.where(_past(later), 0).cumsum(-3).flatten(-3, -2)
 
 
 def _future(x: Tensor, n: int) -> Tensor:
