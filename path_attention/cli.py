@@ -43,6 +43,16 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
         "BenchmarkOperator",
         "time and peak memory of the operator beside plain attention",
     ),
+    ("benchmark", "packed"): (
+        "path_attention.benchmarks.packed",
+        "BenchmarkPacked",
+        "the same over packed documents, beside variable-length attention",
+    ),
+    ("benchmark", "directions"): (
+        "path_attention.benchmarks.directions",
+        "BenchmarkDirections",
+        "bandwidth of the Householder directions beside a copy",
+    ),
     ("benchmark", "stages"): (
         "path_attention.benchmarks.stages",
         "BenchmarkStages",

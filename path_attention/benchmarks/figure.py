@@ -1,22 +1,35 @@
-"""The operator's benchmark as a figure and as a table in the terminal."""
+"""Results of the benchmarks as figures and as tables in the terminal."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from rich.console import Console
 from rich.table import Table
 
+from path_attention.benchmarks.candidates import ENCODINGS
 from path_attention.benchmarks.measure import PHASES, show_time
 
-# Okabe and Ito's colours, apart for colour-blind readers; markers tell them apart in grey.
-_COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+# Okabe and Ito's colours, apart for colour-blind readers. Lines: a colour for each encoding, a
+# marker for each candidate.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#000000", "#CC79A7", "#E69F00", "#56B4E9")
+_ENCODING_COLOURS = dict(zip(ENCODINGS, _COLOURS, strict=False))
 _MARKERS = "xosD^vP"
+
+
+class Panel(NamedTuple):
+    """Bars, a colour for each series and a group for each category; no bar at None, ∞ as such."""
+
+    title: str
+    label: str  # of the values' axis
+    bars: Mapping[tuple[str, str], float | None]  # (series, category) → value
+    logarithmic: bool = False
 
 
 def draw(result: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
@@ -29,14 +42,15 @@ def draw(result: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     figure = Figure(figsize=(10, 4.4), layout="constrained", dpi=150)
     left, right = figure.subplots(1, 2)
     tokens = sorted({row["tokens"] for row in rows})
-    for n, (name, label) in enumerate(_series(rows)):
-        mine = [row for row in rows if (row["candidate"], row["encoding"]) == name]
+    candidates = list(dict.fromkeys(row["candidate"] for row in rows))
+    for candidate, encoding in dict.fromkeys((r["candidate"], r["encoding"]) for r in rows):
+        mine = [r for r in rows if (r["candidate"], r["encoding"]) == (candidate, encoding)]
         style: dict[str, Any] = {
-            "color": _COLOURS[n % len(_COLOURS)],
-            "marker": _MARKERS[n % len(_MARKERS)],
+            "color": _ENCODING_COLOURS[encoding],
+            "marker": _MARKERS[candidates.index(candidate) % len(_MARKERS)],
             "markersize": 5,
             "alpha": 0.8,
-            "label": label,
+            "label": f"{candidate} {encoding}",
         }
         timed = [row for row in mine if row["both_ratio"] is not None]
         left.plot([r["tokens"] for r in timed], [r["both_ratio"] for r in timed], **style)
@@ -58,6 +72,49 @@ def draw(result: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     right.legend(frameon=False, fontsize=8)
     figure.suptitle(_title(result), fontsize=10)
+    _save(figure, path)
+
+
+def draw_bars(panels: Sequence[Panel], title: str, path: str | os.PathLike[str]) -> None:
+    """Draw panels of grouped bars side by side as a PNG, with a line at 1."""
+    series = list(dict.fromkeys(name for panel in panels for name, _ in panel.bars))
+    widths = [len({category for _, category in panel.bars}) + 1 for panel in panels]
+    figure = Figure(figsize=(max(8.0, 0.5 * sum(widths)), 5), layout="constrained", dpi=150)
+    all_axes = figure.subplots(1, len(panels), squeeze=False, width_ratios=widths)[0]
+    for panel, axes in zip(panels, all_axes, strict=True):
+        categories = list(dict.fromkeys(category for _, category in panel.bars))
+        own = list(dict.fromkeys(name for name, _ in panel.bars))
+        width = 0.8 / len(own)
+        for n, name in enumerate(own):
+            colour = _COLOURS[series.index(name) % len(_COLOURS)]
+            values = [panel.bars.get((name, category)) for category in categories]
+            left = width * (n - (len(own) - 1) / 2)
+            finite = [v if v is not None and math.isfinite(v) else math.nan for v in values]
+            places = [m + left for m in range(len(values))]
+            axes.bar(places, finite, width=width, color=colour, label=name)
+            for place, value in zip(places, values, strict=True):
+                if value == math.inf:
+                    axes.text(place, 1, "∞", color=colour, ha="center", va="bottom")
+        axes.axhline(1, color="0.3", linewidth=0.8, linestyle=":")
+        if panel.logarithmic:
+            axes.set_yscale("log")
+        axes.set_xticks(range(len(categories)), categories, fontsize=7, rotation=45, ha="right")
+        axes.set_title(panel.title, fontsize=9)
+        axes.set_ylabel(panel.label, fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    handles = {
+        label: handle
+        for axes in all_axes
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        handles.values(), handles, frameon=False, fontsize=8, loc="outside lower center", ncols=6
+    )
+    figure.suptitle(title, fontsize=10)
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: str | os.PathLike[str]) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     part = Path(path).with_suffix(".part.png")
     figure.savefig(part, metadata={"Software": None})
@@ -83,9 +140,28 @@ def print_table(result: Mapping[str, Any]) -> None:
     Console().print(table)
 
 
-def _series(rows: list[dict[str, Any]]) -> list[tuple[tuple[str, str], str]]:
-    names = dict.fromkeys((row["candidate"], row["encoding"]) for row in rows)
-    return [(name, " ".join(name)) for name in names]
+def print_rows(
+    result: Mapping[str, Any],
+    columns: Sequence[str],
+    rows: Sequence[Mapping[str, Any]] | None = None,
+) -> None:
+    """Print these columns of a result's rows, or of some of them."""
+    shown: Sequence[Mapping[str, Any]] = result["rows"] if rows is None else rows
+    table = Table(title=result["device"])
+    for name in columns:
+        table.add_column(name, justify="right")
+    for row in shown:
+        table.add_row(*(_show(row[name]) for name in columns))
+    if shown:
+        # Whole words, in a log's 80 columns too.
+        needed = Console(width=10_000).measure(table).maximum
+        Console(width=max(Console().width, needed)).print(table)
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.3g}" if isinstance(value, float) else str(value)
 
 
 def _title(result: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -72,13 +73,15 @@ def show_time(row: Mapping[str, Any], phase: str) -> str:
 def peak_bytes(job: Job) -> int:
     """The most memory that forward and backward hold at once above their inputs.
 
-    On CUDA, torch's own allocator statistic. On the CPU, the running sum of all allocations and
+    On CUDA, torch's own allocator statistic, of the second run: the first one compiles and tunes
+    what is not compiled yet. On the CPU, the running sum of all allocations and
     releases that torch's profiler records: unlike the process's resident size it holds neither what
     the allocator keeps for later nor what other threads touch, so small sizes are measured too.
     Buffers that a matrix library allocates for itself are not in it.
     """
     device = job.grad_out.device
     if device.type == "cuda":
+        job.run()
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -101,13 +104,13 @@ def peak_bytes(job: Job) -> int:
 
 
 def relative_error(got: Job, exact: Job) -> float:
-    """The largest of ‖x − exact‖/‖exact‖ over the output and the gradients."""
-    worst = 0.0
+    """The largest of ‖x − exact‖/‖exact‖ over output and gradients; ∞ if not finite."""
+    errors = []
     (out, grads), (exact_out, exact_grads) = got.run(), exact.run()
     for x, y in zip((out, *grads), (exact_out, *exact_grads), strict=True):
         y = y.double()
-        worst = max(worst, ((x.double() - y).norm() / y.norm()).item())
-    return worst
+        errors.append(((x.double() - y).norm() / y.norm()).item())
+    return max(errors) if all(map(math.isfinite, errors)) else math.inf
 
 
 def _time(job: Job) -> dict[str, float]:

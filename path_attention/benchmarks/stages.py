@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from matplotlib import colormaps
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
 
 from path_attention.benchmarks.candidates import ENCODINGS, candidates
-from path_attention.benchmarks.operator import make_inputs
-from path_attention.results import make_result, write_result
+from path_attention.benchmarks.comparison import publish, shapes, words
+from path_attention.benchmarks.inputs import make_inputs
 
 _REPEATS = 5
 
@@ -38,29 +36,30 @@ class BenchmarkStages:
     """Where the results go, without an ending."""
 
     def run(self) -> None:
+        from path_attention.benchmarks.figure import print_rows
+
         if not torch.cuda.is_available():
             raise ValueError("device: expected an NVIDIA GPU, got none")
+        device = torch.device("cuda")
+        encodings = words("encodings", self.encodings, ENCODINGS)
         rows = []
-        for shape in self.shapes.split(","):
-            heads, x, size = shape.partition("x")
-            if not (heads.isdecimal() and x and size.isdecimal()):
-                raise ValueError(f"shapes: expected heads x size, like 32x64, got {shape!r}")
-            for encoding in self.encodings.split(","):
-                if encoding not in ENCODINGS:
-                    raise ValueError(f"encodings: expected of {ENCODINGS}, got {encoding!r}")
-                rows += self._measure(encoding, int(heads), int(size))
-        result = make_result(
+        for heads, size in shapes(self.shapes):
+            for encoding in encodings:
+                rows += self._measure(encoding, heads, size, device)
+        result = publish(
+            self,
+            "stages",
             what="Milliseconds of the Triton operator's kernels, each pass by itself, and the main "
             "loops' TFLOP/s",
             rows=rows,
-            device="cuda",
+            device=device,
+            draw=_draw,
         )
-        write_result(self.out.with_suffix(".json"), result)
-        _draw(result, self.out.with_suffix(".png"))
-        _print(result)
+        print_rows(result, ("size", "encoding", "pass", "kernel", "ms", "tflop_per_s"))
 
-    def _measure(self, encoding: str, heads: int, size: int) -> list[dict[str, Any]]:
-        device = torch.device("cuda")
+    def _measure(
+        self, encoding: str, heads: int, size: int, device: torch.device
+    ) -> list[dict[str, Any]]:
         inputs = make_inputs(1, self.tokens, heads, heads, size, torch.bfloat16, device)
         triton = next(c for c in candidates("cuda") if c.name == "triton")
         call, leaves = triton.make(inputs, encoding), inputs.used_by(encoding)
@@ -151,12 +150,3 @@ def _draw(result: Mapping[str, Any], path: Path) -> None:
     figure.suptitle(f"Kernels of the Triton operator, {tokens:,} tokens, {result['device']}")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
-
-
-def _print(result: Mapping[str, Any]) -> None:
-    table = Table("size", "encoding", "pass", "kernel", "ms", "TFLOP/s")
-    for r in result["rows"]:
-        rate = "" if r["tflop_per_s"] is None else str(r["tflop_per_s"])
-        values = (r["size"], r["encoding"], r["pass"], r["kernel"], r["ms"], rate)
-        table.add_row(*(str(value) for value in values))
-    Console().print(table)

@@ -8,9 +8,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from path_attention.benchmarks.candidates import candidates
+from path_attention.benchmarks import candidates as module
+from path_attention.benchmarks.candidates import Candidate, candidates
+from path_attention.benchmarks.inputs import make_inputs
 from path_attention.benchmarks.measure import Job, peak_bytes, summarise, time_interleaved
-from path_attention.benchmarks.operator import BenchmarkOperator, make_inputs
+from path_attention.benchmarks.operator import BenchmarkOperator
 from path_attention.ops import path
 from path_attention.results import read_result
 
@@ -53,12 +55,55 @@ def test_memory_alone_at_further_lengths(tmp_path):
     assert all(row["peak_mib"] > 0 for row in rows)
 
 
-def test_a_wrong_operator_is_not_measured(tmp_path, monkeypatch):
+def test_a_batch_at_every_length(tmp_path):
+    options = {**SMALL, "batch": 3, "encodings": "fox"}
+    BenchmarkOperator(**options, out=tmp_path / "x").run()
+    result = read_result(tmp_path / "x.json")
+    assert {(row["tokens"], row["batch"]) for row in result["rows"]} == {(40, 3), (70, 3)}
+    assert result["command"] == (
+        "path-attention benchmark operator --tokens 40,70 --batch 3 --heads 2 --size 8 "
+        "--encodings fox --device cpu --repeats 2 --out x"
+    )
+
+
+def test_peers_that_cannot_are_left_out_and_named(tmp_path, monkeypatch, capsys):
+    def crash(x, encoding):
+        raise RuntimeError("no kernel\nfor this")
+
+    def too_large(x, encoding):
+        if x.q.shape[1] == 70:
+            raise torch.OutOfMemoryError("70 tokens")
+        return module.DEFINITION.make(x, encoding)
+
+    peers = [
+        Candidate(name=name, encodings=("fox",), make=make, devices=("cpu",))
+        for name, make in (
+            ("broken", crash),
+            ("nan", lambda x, e: lambda: x.q * torch.nan + x.k + x.v + x.log_forget[..., None]),
+            ("large", lambda x, e: lambda: too_large(x, e)()),
+        )
+    ]
+    monkeypatch.setattr(module, "_CANDIDATES", (*module._CANDIDATES, *peers))
+    BenchmarkOperator(**SMALL, encodings="fox", out=tmp_path / "x").run()
+    rows = read_result(tmp_path / "x.json")["rows"]
+    names = [(row["tokens"], row["candidate"]) for row in rows]
+    assert names == [
+        *((40, name) for name in ("sdpa", "blockwise", "large")),
+        *((70, name) for name in ("sdpa", "blockwise")),
+    ]
+    said = capsys.readouterr().out
+    assert "broken fox: fails here: RuntimeError: no kernel for this" in said
+    assert "nan fox: results are not finite" in said
+    assert "large fox: does not fit in memory" in said
+
+
+@pytest.mark.parametrize("factor", [1.001, torch.nan])
+def test_a_wrong_operator_is_not_measured(factor, tmp_path, monkeypatch):
     right = path.IMPLEMENTATIONS["blockwise"]
 
     def wrong(*arguments):
         out, lse = right(*arguments)
-        return out * 1.001, lse
+        return out * factor, lse
 
     monkeypatch.setitem(path.IMPLEMENTATIONS, "blockwise", wrong)
     with pytest.raises(ValueError, match="blockwise: expected a relative error .* not measured"):
@@ -134,10 +179,3 @@ def test_ratios_are_of_the_same_turn():
     row = summarise(taken, anchor)
     assert row["forward_ms"] == 6 and row["forward_ratio"] == 3
     assert row["backward_ratio"] == 5 and row["both_ratio"] == 4
-
-
-def test_all_candidates_of_a_gpu_have_encodings_and_the_anchor_is_first():
-    available = candidates("cuda")
-    assert available[0].name == "sdpa_cudnn"
-    assert all(c.encodings for c in available)
-    assert "definition" not in [c.name for c in available]
