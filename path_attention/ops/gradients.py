@@ -11,26 +11,27 @@ import torch
 def register_gradients(forward: Any, backward: Any, name: str) -> None:
     """Make custom operator `forward` differentiable once, by custom operator `backward`.
 
-        forward(q, k, v, w, beta, log_forget, scale, borders) → out, lse, *kept
-        backward(grad_out, grad_lse, the six, out, lse, *kept, scale, borders) → six gradients
+        forward(*inputs, scale, borders) → out, lse, *kept
+        backward(grad_out, grad_lse, *inputs, out, lse, *kept, scale, borders) → gradients of inputs
 
-    `kept` is for the backward pass alone. A gradient of an input that is None is left out; both
-    gradients from above may be missing. A second derivative raises RuntimeError naming `name`.
+    The inputs are q, k, v and whatever tensors follow. `lse` is any second result of float32 a
+    query; `kept` is for the backward pass alone. A gradient of an input that is None is left out;
+    both gradients from above may be missing. A second derivative raises RuntimeError naming `name`.
     """
 
     def keep(ctx: Any, inputs: Any, output: Any) -> None:
         *tensors, scale, borders = inputs
         ctx.save_for_backward(*tensors, *output, borders)
-        ctx.scale = scale
+        ctx.scale, ctx.count = scale, len(tensors)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[2:])
 
     def differentiate(ctx: Any, grad_out: Any, grad_lse: Any, *_: Any) -> tuple:
         *saved, borders = ctx.saved_tensors
-        inputs, out = saved[:6], saved[6]
+        inputs, out = saved[: ctx.count], saved[ctx.count]
         if grad_out is None:
             if grad_lse is None:
-                return (None,) * 8
+                return (None,) * (ctx.count + 2)
             grad_out = torch.zeros_like(out)
         grads = backward(grad_out, grad_lse, *saved, ctx.scale, borders)
         return (*(None if x is None else g for x, g in zip(inputs, grads, strict=True)), None, None)
