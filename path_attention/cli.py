@@ -48,6 +48,11 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
         "BenchmarkPacked",
         "the same over packed documents, beside variable-length attention",
     ),
+    ("benchmark", "accuracy"): (
+        "path_attention.benchmarks.accuracy",
+        "BenchmarkAccuracy",
+        "errors of output and gradients, in units of one rounding",
+    ),
     ("benchmark", "directions"): (
         "path_attention.benchmarks.directions",
         "BenchmarkDirections",
