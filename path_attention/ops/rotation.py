@@ -154,11 +154,25 @@ def random_angles(
     Returns:
         `[B, T, H, P]`.
     """
-    columns = torch.arange(heads * pairs, device=keys.device) + 1
-    rows = _mix(_mix(keys & _WORD) ^ _mix(torch.full_like(keys, seed & _WORD) + 0x51))
-    drawn = _mix(_mix((rows[..., None] + columns * 0x9E3779B1) & _WORD) ^ _mix(columns))
-    unit = (drawn.double() + 0.5) * 2.0**-31 - 1  # in (−1, 1)
-    return (bound * unit).to(dtype).unflatten(-1, (heads, pairs))
+    rows = len(keys)
+    if keys.stride(0) == 0:  # positions of a batch: every row is the first
+        keys = keys[:1]
+    drawn = _draw(keys, heads * pairs, seed, bound, dtype).unflatten(-1, (heads, pairs))
+    return drawn.expand(rows, -1, -1, -1)
+
+
+# torch.compile's inliner would write each use of an intermediate result out anew.
+@torch.library.custom_op("path_attention::random_angles", mutates_args=())
+def _draw(keys: Tensor, columns: int, seed: int, bound: float, dtype: torch.dtype) -> Tensor:
+    column = torch.arange(1, columns + 1, device=keys.device)
+    row = _mix(_mix(keys) ^ _mix(torch.full_like(keys, (seed & _WORD) + 0x51)))
+    drawn = _mix(_mix(row[..., None] + column * 0x9E3779B1) ^ _mix(column))
+    return ((drawn.double() + 0.5) * (bound * 2.0**-31) - bound).to(dtype)  # inside ± bound
+
+
+@_draw.register_fake
+def _(keys: Tensor, columns: int, seed: int, bound: float, dtype: torch.dtype) -> Tensor:
+    return keys.new_empty(*keys.shape, columns, dtype=dtype)
 
 
 def _mix(x: Tensor) -> Tensor:
