@@ -35,7 +35,7 @@ class PathAttentionCacheLayer(LayerCache, CacheLayerMixin):
     @property
     def is_initialized(self) -> bool:
         """Whether a chunk was appended."""
-        return self.keys is not None
+        return self.lengths is not None
 
     def get_seq_length(self) -> int:
         """The number of columns seen, padding included."""
@@ -80,8 +80,8 @@ class PathAttentionCacheLayer(LayerCache, CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row."""
-        if self.valid is not None:
-            rows = torch.arange(len(self.valid), device=self.valid.device)
+        if self.lengths is not None:
+            rows = torch.arange(len(self.lengths), device=self.lengths.device)
             self.select(rows.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:

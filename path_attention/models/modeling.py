@@ -53,6 +53,7 @@ class PathAttentionBlock(GradientCheckpointingLayer):
         self,
         x: Tensor,
         positions: Tensor,
+        token_ids: Tensor | None = None,
         packing: Packing | None = None,
         valid: Tensor | None = None,
         layer_cache: LayerCache | None = None,
@@ -60,6 +61,7 @@ class PathAttentionBlock(GradientCheckpointingLayer):
         attended = self.attention(
             self.attention_norm(x),
             positions=positions,
+            token_ids=token_ids,
             packing=packing,
             valid=valid,
             cache=layer_cache,
@@ -122,7 +124,8 @@ class PathAttentionModel(PathAttentionPreTrainedModel):
         """Hidden states of a chunk of tokens.
 
         Args:
-            input_ids: `[B, T]` integers; or `inputs_embeds` `[B, T, hidden_size]`.
+            input_ids: `[B, T]` integers; or `inputs_embeds` `[B, T, hidden_size]`, unless the
+                encoding asks for token ids.
             attention_mask: `[B, T]`, or `[B, past + T]` of which the last T columns are read; 0 is
                 padding, which may stand anywhere and leaves no trace in any other token.
             position_ids: checked, not needed: positions are counted from the mask, the cache and
@@ -157,11 +160,19 @@ class PathAttentionModel(PathAttentionPreTrainedModel):
             output_hidden_states = self.config.output_hidden_states
 
         x = rows.compact(x)
+        token_ids = None if input_ids is None else rows.compact(input_ids)
         states = []
         for layer, layer_cache in zip(self.layers, caches, strict=True):
             if output_hidden_states:
                 states.append(rows.restore(x))
-            x = layer(x, positions, packing=packing, valid=rows.valid, layer_cache=layer_cache)
+            x = layer(
+                x,
+                positions,
+                token_ids=token_ids,
+                packing=packing,
+                valid=rows.valid,
+                layer_cache=layer_cache,
+            )
         x = rows.restore(self.norm(x))
         hidden = (*states, x) if output_hidden_states else None
         kept: dict[str, Any] = {CACHE_NAME: past}

@@ -54,13 +54,14 @@ class Rows:
         return cls(real.gather(1, order), order)
 
     def compact(self, x: Tensor) -> Tensor:
-        """x `[B, T, C]` with each row's real tokens first, in their order."""
+        """x `[B, T]` or `[B, T, C]` with each row's real tokens first, in their order."""
         if self.order is None:
             return x
-        return x.gather(1, self.order[..., None].expand_as(x))
+        order = self.order if x.dim() == 2 else self.order[..., None].expand_as(x)
+        return x.gather(1, order)
 
     def restore(self, x: Tensor) -> Tensor:
-        """The inverse of `compact`."""
+        """The inverse of `compact`, of x `[B, T, C]`."""
         if self.order is None:
             return x
         return x.gather(1, self.order.argsort(1)[..., None].expand_as(x))

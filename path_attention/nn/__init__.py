@@ -12,6 +12,7 @@ from path_attention.nn.encoding import (
     register_transport,
 )
 from path_attention.nn.normalization import Float32Linear, RMSNorm
+from path_attention.nn.normalizer import Normalizer
 
 __all__ = [
     "Attention",
@@ -21,6 +22,7 @@ __all__ = [
     "Float32Linear",
     "LayerCache",
     "Moved",
+    "Normalizer",
     "RMSNorm",
     "Transport",
     "register_decay",

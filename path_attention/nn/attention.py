@@ -11,18 +11,18 @@ from path_attention.nn.cache import LayerCache
 from path_attention.nn.configuration import AttentionConfig
 from path_attention.nn.encoding import DECAYS, TRANSPORTS, Chunk
 from path_attention.nn.normalization import RMSNorm
+from path_attention.nn.normalizer import NORMALIZERS
 from path_attention.ops.packing import Packing
-from path_attention.ops.path import path_attention
 
 
 class Attention(nn.Module):
-    """Causal self-attention with any `Transport` and `Decay`.
+    """Causal self-attention with any `Transport`, `Decay` and `Normalizer`.
 
         out = W_o · path_attention(q, k, v, w, beta, log_forget; scale = D^-½)
 
-    Projections have no bias; queries and keys may be RMS-normalised per head. Training, prefill and
-    decoding differ only in what `cache` holds. Source: arXiv 2505.16381 §3; docs/algorithm.md §1
-    and §5.
+    or another normalizer's operator in its place. Projections have no bias; queries and keys, and
+    the output, may be RMS-normalised per head. Training, prefill and decoding differ only in what
+    `cache` holds. Source: arXiv 2505.16381 §3; docs/algorithm.md §1 and §5.
     """
 
     def __init__(self, config: AttentionConfig) -> None:
@@ -41,12 +41,16 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if norm else nn.Identity()
         self.transport = TRANSPORTS[config.transport](config)
         self.decay = DECAYS[config.decay](config)
+        self.normalizer = NORMALIZERS[config.normalizer]()
+        norm = config.output_norm
+        self.o_norm = RMSNorm(value_dim, config.rms_norm_eps) if norm else nn.Identity()
 
     def forward(
         self,
         x: Tensor,
         *,
         positions: Tensor | None = None,
+        token_ids: Tensor | None = None,
         packing: Packing | None = None,
         valid: Tensor | None = None,
         cache: LayerCache | None = None,
@@ -57,6 +61,7 @@ class Attention(nn.Module):
             x: `[B, T, hidden_size]`.
             positions: int64 `[B, T]`, each token's position in its document; None counts on from
                 the packing's borders or the cache's lengths.
+            token_ids: int64 `[B, T]`, for encodings that ask for them.
             packing: borders of packed documents (B = 1); not together with a cache.
             valid: bool `[B, T]`, False for padding, which may only follow a row's real tokens;
                 what comes out there means nothing. None where every token is real.
@@ -68,21 +73,21 @@ class Attention(nn.Module):
         Raises:
             ValueError: naming the argument, what came, and what was expected.
         """
-        _check(x, positions, packing, valid, cache)
+        _check(x, positions, token_ids, packing, valid, cache)
         if positions is None:
             positions = count_positions(x, packing, cache)
         state = None if cache is None else cache.state
-        chunk = Chunk(positions=positions, packing=packing, valid=valid, state=state)
+        chunk = Chunk(positions, token_ids, packing, valid, state)
         q = self.q_norm(self.q_proj(x).unflatten(2, (self.heads, -1)))
         k = self.k_norm(self.k_proj(x).unflatten(2, (self.kv_heads, -1)))
         v = self.v_proj(x).unflatten(2, (self.kv_heads, -1))
-        q, k, w, beta = self.transport(x, q, k, chunk)
+        moved = self.transport(x, q, k, v, chunk)
         log_forget = self.decay(x, chunk)
-        out, lse = path_attention(q, k, v, w, beta, log_forget, cu_seqlens=packing, return_lse=True)
-        if cache is not None:
-            scale = self.head_dim**-0.5
-            out = cache.extend(out, lse, q, k, v, w, beta, log_forget, scale=scale, valid=valid)
-        return self.o_proj(out.flatten(2))
+        scale = self.head_dim**-0.5
+        out = self.normalizer(moved, log_forget, scale=scale, chunk=chunk, cache=cache)
+        if moved.restore is not None:
+            out = moved.restore(out)
+        return self.o_proj(self.o_norm(out).flatten(2))
 
 
 def count_positions(x: Tensor, packing: Packing | None, cache: LayerCache | None) -> Tensor:
@@ -97,6 +102,7 @@ def count_positions(x: Tensor, packing: Packing | None, cache: LayerCache | None
 def _check(
     x: Tensor,
     positions: Tensor | None,
+    token_ids: Tensor | None,
     packing: Packing | None,
     valid: Tensor | None,
     cache: LayerCache | None,
@@ -107,10 +113,11 @@ def _check(
         raise ValueError("cache: expected None with packed documents, got a cache")
     if packing is not None and valid is not None:
         raise ValueError("valid: expected None with packed documents, got a tensor")
-    for name, tensor in (("positions", positions), ("valid", valid)):
+    named = {"positions": positions, "token_ids": token_ids, "valid": valid}
+    for name, tensor in named.items():
         if tensor is not None and tensor.shape != x.shape[:2]:
             raise ValueError(
                 f"{name}: expected shape {list(x.shape[:2])}, got {list(tensor.shape)}"
             )
-    if cache is not None and cache.valid is not None and len(cache.valid) != len(x):
-        raise ValueError(f"cache: expected {len(x)} rows, the batch size, got {len(cache.valid)}")
+    if cache is not None and cache.lengths is not None and len(cache.lengths) != len(x):
+        raise ValueError(f"cache: expected {len(x)} rows, the batch size, got {len(cache.lengths)}")

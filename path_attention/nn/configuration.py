@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 
@@ -16,20 +18,34 @@ class AttentionConfig:
         head_dim: size D of queries and keys; None for hidden_size / HQ.
         value_head_dim: size DV of values; None for D.
         qk_norm: RMSNorm of queries and keys per head, before the encoding.
+        output_norm: RMSNorm of the output per head, before its projection.
         rms_norm_eps: eps of every RMSNorm.
-        transport: name of what moves queries to keys: "householder", "rotary" or "none", or one
-            registered with `register_transport`.
-        decay: name of what is added to scores along the route: "forget" or "none", or one
+        transport: name of what moves queries to keys: "none", "rotary", "householder",
+            "accumulated_rotation", "delta_rule", or one registered with `register_transport`.
+        decay: name of what is added to scores along the route: "none", "alibi", "forget", or one
             registered with `register_decay`.
+        normalizer: what makes weights of scores: "softmax", "stick_breaking" or "linear" (scores
+            are the weights: a state recurrence).
+        moves_values: values move along the route too, and outputs are turned back; for transports
+            that are rotations.
         direction_rank: householder: rank of the projection that w comes from; None for a full one.
         direction_conv_size: householder: width of the causal convolution on it; 0 for none.
-        beta_max: householder: β = beta_max · sigmoid(…), in (0, 2]. At β = 2 a factor is a
-            reflection, and a product of reflections tracks a state exactly; below 2, n swaps keep
-            (beta_max − 1)ⁿ of it: 2 − 2⁻⁷ keeps 0.018 after 512 swaps. At 1 or below no factor
+        householders_per_token: householder: the number n of factors of a token. One can only
+            reflect or shrink; two can turn.
+        beta_max: householder, delta_rule: β = beta_max · sigmoid(…), in (0, 2]. At β = 2 a factor
+            is a reflection, and a product of reflections tracks a state exactly; below 2, n swaps
+            keep (beta_max − 1)ⁿ of it: 2 − 2⁻⁷ keeps 0.018 after 512 swaps. At 1 or below no factor
             has a negative eigenvalue and no state can be tracked. docs/algorithm.md §1.
-        beta_bias_init: householder: where β's bias starts; 0 starts at β ≈ beta_max / 2.
+        beta_bias_init: the same: where β's bias starts; 0 starts at β ≈ beta_max / 2.
         forget_bias_init: forget: where the gate's bias starts; 0 starts at a gate of 0.5.
         rope_theta: rotary: the base of the angles.
+        rotation_angles: accumulated_rotation: where a token's angles come from: "learned" (its
+            hidden state), "random_token" (a fixed draw for each token id) or "random_position" (a
+            fixed draw for each position).
+        rotation_bound: accumulated_rotation: random angles are uniform in ± this, in radians, at
+            most π. With a = rotation_bound, what two tokens n steps apart share falls as
+            (sin a / a)ⁿ: by half in 66 steps at 0.25, at once at π.
+        rotation_seed: accumulated_rotation: of the random angles.
     """
 
     hidden_size: int = 768
@@ -38,15 +54,22 @@ class AttentionConfig:
     head_dim: int | None = None
     value_head_dim: int | None = None
     qk_norm: bool = False
+    output_norm: bool = False
     rms_norm_eps: float = 1e-6
     transport: str = "householder"
     decay: str = "none"
+    normalizer: str = "softmax"
+    moves_values: bool = False
     direction_rank: int | None = 32
     direction_conv_size: int = 3
+    householders_per_token: int = 1
     beta_max: float = 2.0
     beta_bias_init: float = 0.0
     forget_bias_init: float = 0.0
     rope_theta: float = 10000.0
+    rotation_angles: str = "learned"
+    rotation_bound: float = 0.25
+    rotation_seed: int = 0
 
     def __post_init__(self) -> None:
         self.complete()
@@ -54,7 +77,17 @@ class AttentionConfig:
     def complete(self) -> None:
         """Fill in the sizes left None and check every field. Raises ValueError naming the field."""
         from path_attention.nn.encoding import DECAYS, TRANSPORTS
+        from path_attention.nn.normalizer import NORMALIZERS
 
+        self._complete_sizes()
+        self._check_numbers()
+        registries = {"transport": TRANSPORTS, "decay": DECAYS, "normalizer": NORMALIZERS}
+        for name, registry in registries.items():
+            check_choice(name, getattr(self, name), registry)
+        for name, registry in registries.items():
+            registry[getattr(self, name)].check(self)
+
+    def _complete_sizes(self) -> None:
         for name in ("hidden_size", "num_attention_heads"):
             check_integer(name, getattr(self, name), 1)
         if self.num_key_value_heads is None:
@@ -76,24 +109,36 @@ class AttentionConfig:
         if self.value_head_dim is None:
             self.value_head_dim = self.head_dim
         check_integer("value_head_dim", self.value_head_dim, 1)
+
+    def _check_numbers(self) -> None:
         if self.direction_rank is not None:
             check_integer("direction_rank", self.direction_rank, 1)
         check_integer("direction_conv_size", self.direction_conv_size, 0)
-        check_positive("rms_norm_eps", self.rms_norm_eps)
-        check_positive("rope_theta", self.rope_theta)
-        check_positive("beta_max", self.beta_max)
+        check_integer("householders_per_token", self.householders_per_token, 1)
+        check_integer("rotation_seed", self.rotation_seed, 0)
+        for name in ("rms_norm_eps", "rope_theta", "beta_max", "rotation_bound"):
+            check_positive(name, getattr(self, name))
+        if self.rotation_bound > math.pi:
+            raise ValueError(
+                f"rotation_bound: expected at most π, half a turn, got {self.rotation_bound}"
+            )
         if self.beta_max > 2:
             raise ValueError(f"beta_max: expected a value in (0, 2], got {self.beta_max}")
         for name in ("beta_bias_init", "forget_bias_init"):
             if not isinstance(getattr(self, name), (int, float)):
                 raise ValueError(f"{name}: expected a number, got {getattr(self, name)!r}")
-        for name, registry in (("transport", TRANSPORTS), ("decay", DECAYS)):
-            if getattr(self, name) not in registry:
-                raise ValueError(
-                    f"{name}: expected one of {sorted(registry)}, got {getattr(self, name)!r}"
-                )
-        if self.transport == "rotary" and self.head_dim % 2:
-            raise ValueError(f"head_dim: expected an even size with rotary, got {self.head_dim}")
+        for name in ("qk_norm", "output_norm", "moves_values"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}: expected True or False, got {getattr(self, name)!r}")
+        check_choice(
+            "rotation_angles", self.rotation_angles, ("learned", "random_token", "random_position")
+        )
+
+
+def check_choice(name: str, value: object, choices: Collection[str]) -> None:
+    """Raise ValueError, naming the field, unless the value is one of these."""
+    if value not in choices:
+        raise ValueError(f"{name}: expected one of {sorted(choices)}, got {value!r}")
 
 
 def check_positive(name: str, value: object) -> None:

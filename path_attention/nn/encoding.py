@@ -1,14 +1,16 @@
 """Position encodings: what lies between two tokens decides how they see each other.
 
 A `Transport` moves queries and keys along the route, a `Decay` adds to the score at each step. A
-new encoding is one small module, here or outside the package, registered by name.
+new encoding is one small module, here or outside the package, registered by name:
+docs/how-to-add-an-encoding.md.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar, cast
+from typing import ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from path_attention.nn.configuration import AttentionConfig
 from path_attention.nn.normalization import Float32Linear
 from path_attention.ops.directions import convolution_state, householder_directions
 from path_attention.ops.packing import Packing
+from path_attention.ops.rotation import Rotation, accumulate_angles, random_angles
 
 TRANSPORTS: dict[str, type[Transport]] = {}
 DECAYS: dict[str, type[Decay]] = {}
@@ -50,6 +53,7 @@ class Chunk:
 
     Attributes:
         positions: int64 `[B, T]`, each token's position in its own document.
+        token_ids: int64 `[B, T]`; None where the layer was not told.
         packing: borders of packed documents (B = 1), or None.
         valid: bool `[B, T]`, False for padding, which only follows a row's real tokens; None where
             every token is real.
@@ -58,6 +62,7 @@ class Chunk:
     """
 
     positions: Tensor
+    token_ids: Tensor | None = None
     packing: Packing | None = None
     valid: Tensor | None = None
     state: dict[str, Tensor] | None = None
@@ -67,27 +72,65 @@ class Chunk:
         """int64 `[B]`, the number of real tokens of each row; None where every token is real."""
         return None if self.valid is None else self.valid.sum(1)
 
+    def accumulate(self, angles: Tensor) -> Rotation:
+        """The rotation by the running sum of angles `[B, T, H, D/2]` since each document's start.
+
+        Packed documents start anew, padding turns nothing, and the sum goes on from chunk to chunk
+        ("rotation" in `state`). Float32 or float64 angles; see `accumulate_angles`.
+        """
+        state = None if self.state is None else self.state.get("rotation")
+        total, after = accumulate_angles(
+            angles, state=state, packing=self.packing, valid=self.valid
+        )
+        if self.state is not None:
+            self.state["rotation"] = after
+        return Rotation.by(total)
+
 
 class Moved(NamedTuple):
-    """Queries and keys, moved already or still to be moved by the operator's w and β."""
+    """Queries, keys and values, moved already or still to be moved by the operator's w and β."""
 
     q: Tensor  # [B, T, HQ, D]
     k: Tensor  # [B, T, H, D]
-    w: Tensor | None = None  # [B, T, H, D], unit norm
-    beta: Tensor | None = None  # [B, T, H]
+    v: Tensor  # [B, T, H, DV]
+    w: Tensor | None = None  # [B, T, H, D] or [B, T, H, n, D], unit norm
+    beta: Tensor | None = None  # [B, T, H] or [B, T, H, n]
+    restore: Callable[[Tensor], Tensor] | None = None  # of the output [B, T, HQ, DV], if v moved
 
 
 class Transport(nn.Module):
-    """Moves queries and keys. Training, prefill and decoding all call the one `forward`."""
+    """Moves queries and keys. Training, prefill and decoding all call the one `forward`.
+
+    Attributes:
+        by_operator: whether it returns w and β, for the operator to apply.
+        can_move_values: whether it knows `moves_values`.
+    """
+
+    by_operator: ClassVar[bool] = False
+    can_move_values: ClassVar[bool] = False
 
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__()
 
+    @classmethod
+    def check(cls, config: AttentionConfig) -> None:
+        """Raise ValueError, naming the field, on a configuration that makes no sense with it."""
+        if config.moves_values and not cls.can_move_values:
+            raise ValueError(
+                f"moves_values: expected False with transport {config.transport!r}, whose moves "
+                "can't be undone on the output, got True"
+            )
+        if config.householders_per_token != 1 and not cls.by_operator:
+            raise ValueError(
+                f"householders_per_token: expected 1 with transport {config.transport!r}, "
+                f"got {config.householders_per_token}"
+            )
+
     def reset_parameters(self, std: float = 0.02) -> None:
         """Start the parameters that this module holds itself, not those of its layers."""
 
-    def forward(self, x: Tensor, q: Tensor, k: Tensor, chunk: Chunk) -> Moved:
-        """x: the layer's input `[B, T, hidden_size]`; q `[B, T, HQ, D]`; k `[B, T, H, D]`."""
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk) -> Moved:
+        """x: the layer's input `[B, T, hidden_size]`; q, k, v as in `Moved`."""
         raise NotImplementedError
 
 
@@ -96,6 +139,10 @@ class Decay(nn.Module):
 
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__()
+
+    @classmethod
+    def check(cls, config: AttentionConfig) -> None:
+        """Raise ValueError, naming the field, on a configuration that makes no sense with it."""
 
     def reset_parameters(self, std: float = 0.02) -> None:
         """Start the parameters that this module holds itself, not those of its layers."""
@@ -109,12 +156,35 @@ class Decay(nn.Module):
 class NoTransport(Transport):
     """Queries meet keys as they are (NoPE)."""
 
-    def forward(self, x: Tensor, q: Tensor, k: Tensor, chunk: Chunk) -> Moved:
-        return Moved(q, k)
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk) -> Moved:
+        return Moved(q, k, v)
+
+
+class _Rotating(Transport):
+    """Turns pairs of a head (`Rotation`), and the values' and the output's too if they move."""
+
+    can_move_values = True
+
+    def __init__(self, config: AttentionConfig) -> None:
+        super().__init__(config)
+        self.moves_values = config.moves_values
+
+    @classmethod
+    def check(cls, config: AttentionConfig) -> None:
+        super().check(config)
+        if cast(int, config.head_dim) % 2:
+            raise ValueError(
+                f"head_dim: expected an even size with {config.transport}, got {config.head_dim}"
+            )
+        if config.moves_values and config.value_head_dim != config.head_dim:
+            raise ValueError(
+                f"value_head_dim: expected head_dim = {config.head_dim} with moves_values, "
+                f"got {config.value_head_dim}"
+            )
 
 
 @register_transport("rotary")
-class Rotary(Transport):
+class Rotary(_Rotating):
     """RoPE: the pair (n, n + D/2) of a query or key turns by position · rope_theta^(−2n/D).
 
     Angles are float32 (float64 for float64 queries). Source: arXiv 2104.09864; the
@@ -125,35 +195,97 @@ class Rotary(Transport):
         super().__init__(config)
         self.theta = config.rope_theta
 
-    def forward(self, x: Tensor, q: Tensor, k: Tensor, chunk: Chunk) -> Moved:
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk) -> Moved:
         half = q.shape[-1] // 2
         dtype = torch.promote_types(q.dtype, torch.float32)
         exponents = torch.arange(half, dtype=dtype, device=x.device) / -half
         angles = chunk.positions[:, :, None].to(dtype) * torch.pow(self.theta, exponents)
-        cos, sin = angles.cos()[:, :, None], angles.sin()[:, :, None]  # [B, T, 1, D / 2]
+        rotation = Rotation.by(angles[:, :, None])
+        q, k = rotation.turn(q), rotation.turn(k)
+        if not self.moves_values:
+            return Moved(q, k, v)
+        return Moved(q, k, rotation.turn(v), restore=rotation.turn_back)
 
-        def turn(y: Tensor) -> Tensor:
-            a, b = y.to(dtype).chunk(2, -1)
-            return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(y.dtype)
 
-        return Moved(turn(q), turn(k))
+@register_transport("accumulated_rotation")
+class AccumulatedRotation(_Rotating):
+    """Each token turns the route by angles θ_t of its own, one for each pair of a key head.
+
+        score_ij = q_iᵀ R(Θ_i − Θ_j) k_j,   Θ_i = Σ_{t≤i} θ_t
+        o_i = Σ_j α_ij R(Θ_i − Θ_j) v_j     with moves_values
+
+    rotation_angles "learned": θ_t = A x_t + a, in float32. "random_token": a fixed draw for each
+    token id; what turns depends on which tokens lie between, so this is no position encoding.
+    "random_position": a fixed draw for each position, so this is one: only where the two tokens
+    stand decides. Draws are a hash of seed, key, head and pair: the same in every layer, process
+    and chunk. State: "rotation". Source: arXiv 2606.24975; the law of the random angles and the
+    projection of the learned ones are open there and chosen here.
+    """
+
+    def __init__(self, config: AttentionConfig) -> None:
+        super().__init__(config)
+        self.heads = cast(int, config.num_key_value_heads)
+        self.pairs = cast(int, config.head_dim) // 2
+        self.angles, self.seed = config.rotation_angles, config.rotation_seed
+        self.bound = config.rotation_bound
+        if self.angles == "learned":
+            self.angle_proj = Float32Linear(config.hidden_size, self.heads * self.pairs)
+
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk) -> Moved:
+        rotation = chunk.accumulate(self._angles(x, q, chunk))
+        q, k = rotation.turn_back(q), rotation.turn_back(k)
+        if not self.moves_values:
+            return Moved(q, k, v)
+        return Moved(q, k, rotation.turn_back(v), restore=rotation.turn)
+
+    def _angles(self, x: Tensor, q: Tensor, chunk: Chunk) -> Tensor:
+        if self.angles == "learned":
+            return self.angle_proj(x).unflatten(2, (self.heads, self.pairs))
+        keys = chunk.positions if self.angles == "random_position" else chunk.token_ids
+        if keys is None:
+            raise ValueError(
+                "token_ids: expected int64 [B, T] (a model's input_ids) with rotation_angles "
+                "'random_token', got None"
+            )
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        return random_angles(
+            keys, self.heads, self.pairs, seed=self.seed, bound=self.bound, dtype=dtype
+        )
+
+
+class _Strengths(Transport):
+    """What transports that the operator applies share: β_t = beta_max · sigmoid(b(x_t))."""
+
+    by_operator = True
+
+    def __init__(self, config: AttentionConfig) -> None:
+        super().__init__(config)
+        self.heads = cast(int, config.num_key_value_heads)
+        self.householders = config.householders_per_token
+        self.beta_proj = Float32Linear(
+            config.hidden_size, self.heads * self.householders, bias_init=config.beta_bias_init
+        )
+        self.beta_max = config.beta_max
+
+    def _strengths(self, x: Tensor) -> Tensor:
+        return self.beta_max * self.beta_proj(x).sigmoid()
 
 
 @register_transport("householder")
-class Householder(Transport):
+class Householder(_Strengths):
     """PaTH: H_t = I − β_t w_t w_tᵀ between tokens, from each token's content.
 
         w_t = householder_directions(low-rank projection of x_t),  β_t = beta_max · sigmoid(b(x_t))
 
-    w and β are float32 and belong to the key/value head. State: "directions", the last inputs of
-    the convolution. Source: arXiv 2505.16381 §3; docs/algorithm.md §1.
+    With n = householders_per_token above 1, H_t = H_t1 ⋯ H_tn, each factor with a direction and
+    strength of its own. w and β are float32 and belong to the key/value head. State: "directions",
+    the last inputs of the convolution. Source: arXiv 2505.16381 §3; docs/algorithm.md §1.
     """
 
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__(config)
         size, rank = config.hidden_size, config.direction_rank
-        self.heads = cast(int, config.num_key_value_heads)
-        channels = self.heads * cast(int, config.head_dim)
+        channels = self.heads * self.householders * cast(int, config.head_dim)
         if rank is None:
             self.w_proj: nn.Module = nn.Linear(size, channels, bias=False)
         else:
@@ -162,16 +294,14 @@ class Householder(Transport):
             )
         self.width = config.direction_conv_size
         self.w_conv = nn.Parameter(torch.empty(channels, self.width)) if self.width else None
-        self.beta_proj = Float32Linear(size, self.heads, bias_init=config.beta_bias_init)
-        self.beta_max = config.beta_max
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02) -> None:
         if self.w_conv is not None:
             nn.init.normal_(self.w_conv, mean=0.0, std=std)
 
-    def forward(self, x: Tensor, q: Tensor, k: Tensor, chunk: Chunk) -> Moved:
-        beta = self.beta_max * self.beta_proj(x).sigmoid()
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk) -> Moved:
+        beta = self._strengths(x)
         y = self.w_proj(x)
         state = None
         if chunk.state is not None and self.w_conv is not None:
@@ -179,8 +309,44 @@ class Householder(Transport):
             chunk.state["directions"] = convolution_state(
                 y.detach(), self.width, state=state, lengths=chunk.lengths
             )
-        w = householder_directions(y, self.w_conv, self.heads, state=state, packing=chunk.packing)
-        return Moved(q, k, w, beta)
+        w = householder_directions(
+            y, self.w_conv, self.heads * self.householders, state=state, packing=chunk.packing
+        )
+        if self.householders > 1:
+            w, beta = (z.unflatten(2, (self.heads, self.householders)) for z in (w, beta))
+        return Moved(q, k, v, w, beta)
+
+
+@register_transport("delta_rule")
+class DeltaRule(_Strengths):
+    """DeltaNet: a key's direction is erased from the state before its value is written there.
+
+        k_t ← k_t / ‖k_t‖,   w_t = k_t,   v_t ← β_t v_t
+        S_t = S_{t−1} (I − β_t k_t k_tᵀ) + β_t v_t k_tᵀ
+
+    Source: arXiv 2406.06484; without its convolutions and its SiLU. β is kept at most 1 there:
+    beta_max = 1.
+    """
+
+    @classmethod
+    def check(cls, config: AttentionConfig) -> None:
+        super().check(config)
+        if config.normalizer != "linear":
+            raise ValueError(
+                "normalizer: expected 'linear' with transport 'delta_rule', which writes to a "
+                f"state, got {config.normalizer!r}"
+            )
+        if config.householders_per_token != 1:
+            raise ValueError(
+                "householders_per_token: expected 1 with transport 'delta_rule', which has one key "
+                f"a token, got {config.householders_per_token}"
+            )
+
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk) -> Moved:
+        dtype = torch.promote_types(k.dtype, torch.float32)
+        w = nn.functional.normalize(k.to(dtype), dim=-1, eps=1e-6)
+        beta = self._strengths(x)
+        return Moved(q, w.to(k.dtype), (beta[..., None] * v).to(v.dtype), w, beta)
 
 
 @register_decay("none")
@@ -189,6 +355,31 @@ class NoDecay(Decay):
 
     def forward(self, x: Tensor, chunk: Chunk) -> None:
         return None
+
+
+@register_decay("alibi")
+class Alibi(Decay):
+    """ALiBi: each step costs query head n a fixed 2^(−8n/HQ), n = 1 … HQ.
+
+    Where HQ is no power of two: the slopes of the next lower one m, then every other slope of 2m.
+    Source: arXiv 2108.12409.
+    """
+
+    def __init__(self, config: AttentionConfig) -> None:
+        super().__init__(config)
+        self.heads = config.num_attention_heads
+
+    def forward(self, x: Tensor, chunk: Chunk) -> Tensor:
+        slopes = torch.exp2(-alibi_exponents(self.heads, x.device))
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return -slopes.to(dtype).expand(*x.shape[:2], self.heads)
+
+
+def alibi_exponents(heads: int, device: torch.device) -> Tensor:
+    """float64 `[heads]`: query head n's slope is 2 to the minus this (`Alibi`)."""
+    lower = 2 ** int(math.log2(heads))
+    n = torch.arange(heads, dtype=torch.float64, device=device)
+    return torch.where(n < lower, 8 * (n + 1) / lower, 4 * (2 * (n - lower) + 1) / lower)
 
 
 @register_decay("forget")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from path_attention.models import PathAttentionConfig, PathAttentionForCausalLM
+from path_attention.models import PRESETS, PathAttentionConfig, PathAttentionForCausalLM
 
 SIZES = {
     "vocab_size": 64,
@@ -30,9 +30,10 @@ def make_model() -> Callable[..., PathAttentionForCausalLM]:
         preset: str = "path_fox", *, dtype: torch.dtype = torch.float32, **overrides
     ) -> PathAttentionForCausalLM:
         torch.manual_seed(0)
-        config = PathAttentionConfig.from_preset(
-            preset, **{**SIZES, "initializer_range": 0.2, **overrides}
-        )
+        sizes: dict = {**SIZES, "initializer_range": 0.2}
+        if PRESETS[preset].get("moves_values"):
+            sizes["value_head_dim"] = None
+        config = PathAttentionConfig.from_preset(preset, **{**sizes, **overrides})
         return PathAttentionForCausalLM(config).to(dtype).eval()
 
     return make

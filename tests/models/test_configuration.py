@@ -7,23 +7,57 @@ import json
 import pytest
 from transformers import AutoConfig
 
-from path_attention.models import PRESETS, PathAttentionConfig
+from path_attention.models import PRESETS, PathAttentionConfig, PathAttentionForCausalLM
 
 
-def test_presets_are_the_rows_of_the_table() -> None:
-    rows = {name: (row["transport"], row["decay"]) for name, row in PRESETS.items()}
-    assert rows == {
-        "nope": ("none", "none"),
-        "rope": ("rotary", "none"),
-        "fox": ("none", "forget"),
-        "path": ("householder", "none"),
-        "path_fox": ("householder", "forget"),
-    }
-    for name, row in rows.items():
+def test_presets_are_configurations_that_fill_in_the_sizes() -> None:
+    for name, row in PRESETS.items():
         config = PathAttentionConfig.from_preset(name, hidden_size=64, num_attention_heads=4)
-        assert (config.transport, config.decay) == row
+        assert {field: getattr(config, field) for field in row} == row
         assert (config.head_dim, config.value_head_dim, config.num_key_value_heads) == (16, 16, 4)
         assert config.intermediate_size == 192
+
+
+def test_files_from_before_there_were_more_choices_mean_what_they_meant(tmp_path) -> None:
+    """A config.json as it was written when there were transports and decays alone."""
+    old = {
+        "architectures": ["PathAttentionForCausalLM"], "model_type": "path_attention",
+        "beta_bias_init": -1.0, "beta_max": 2.0, "decay": "forget", "direction_conv_size": 3,
+        "direction_rank": 8, "dtype": "float32", "forget_bias_init": 0.0, "head_dim": 8,
+        "hidden_size": 32, "initializer_range": 0.2, "intermediate_size": 128,
+        "max_position_embeddings": 4096, "num_attention_heads": 4, "num_hidden_layers": 2,
+        "num_key_value_heads": 2, "pad_token_id": 0, "qk_norm": True, "rms_norm_eps": 1e-06,
+        "rope_theta": 10000.0, "tie_word_embeddings": False, "transport": "householder",
+        "transformers_version": "5.17.0", "use_cache": True, "value_head_dim": 12,
+        "vocab_size": 64,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    config = AutoConfig.from_pretrained(tmp_path)
+    new = {
+        "normalizer": "softmax",
+        "moves_values": False,
+        "output_norm": False,
+        "householders_per_token": 1,
+    }
+    for name, value in {**old, **new}.items():
+        if name not in ("architectures", "dtype", "transformers_version"):
+            assert getattr(config, name) == value, name
+    attention = PathAttentionForCausalLM(config).model.layers[0].attention
+    assert {name: list(value.shape) for name, value in attention.state_dict().items()} == {
+        "q_proj.weight": [32, 32],
+        "k_proj.weight": [16, 32],
+        "v_proj.weight": [24, 32],
+        "o_proj.weight": [32, 48],
+        "q_norm.weight": [8],
+        "k_norm.weight": [8],
+        "transport.w_conv": [16, 3],
+        "transport.w_proj.0.weight": [8, 32],
+        "transport.w_proj.1.weight": [16, 8],
+        "transport.beta_proj.weight": [2, 32],
+        "transport.beta_proj.bias": [2],
+        "decay.forget_proj.weight": [4, 32],
+        "decay.forget_proj.bias": [4],
+    }
 
 
 @pytest.mark.parametrize(
@@ -34,6 +68,8 @@ def test_presets_are_the_rows_of_the_table() -> None:
         {"transport": "rotary", "decay": "forget", "direction_rank": None, "beta_max": 1.5},
         {"num_key_value_heads": 3, "intermediate_size": 100, "eos_token_id": [1, 2]},
         {"tie_word_embeddings": True, "pad_token_id": 3, "rope_theta": 5e5},
+        {"transport": "accumulated_rotation", "moves_values": True, "rotation_bound": 1.5},
+        {"normalizer": "linear", "householders_per_token": 2, "output_norm": True},
     ],
 )
 def test_files_keep_every_field(fields: dict, tmp_path) -> None:

@@ -234,6 +234,30 @@ def test_bad_input_is_refused(make_model, arguments: dict, named: str) -> None:
         make_model()(**arguments)
 
 
+def test_an_encoding_by_token_ids_asks_for_them(make_model) -> None:
+    model = make_model("rotation_token")
+    with pytest.raises(ValueError, match="token_ids: expected .* input_ids"):
+        model(inputs_embeds=model.get_input_embeddings()(IDS))
+
+
+@pytest.mark.parametrize("preset", ["rope", "nope", "rotation_random"])
+def test_without_factors_and_gates_every_step_is_sdpa(make_model, preset: str) -> None:
+    model = make_model(preset)
+    ids = torch.randint(1, 64, (2, 9))
+    with torch.no_grad():
+        cache = model(ids[:, :4])[CACHE_NAME]
+        for columns in (slice(4, 5), slice(5, 9)):
+            with torch.profiler.profile() as profiler:
+                model(ids[:, columns], past_key_values=cache)
+            called = [event.name for event in profiler.events()]
+            assert called.count("aten::scaled_dot_product_attention") == 2  # one a layer
+            assert not any("path_attention::blockwise" in name for name in called)
+        with torch.profiler.profile() as profiler:
+            model(ids, use_cache=False)
+        called = [event.name for event in profiler.events()]
+        assert called.count("aten::scaled_dot_product_attention") == 2
+
+
 def test_a_cache_of_another_model_is_refused(make_model) -> None:
     model, deeper = make_model(), make_model(num_hidden_layers=3)
     with pytest.raises(ValueError, match=r"cache: .* of 2 layers"):

@@ -47,9 +47,9 @@ def literal(layer: Attention, x: Tensor, **chunk) -> Tensor:
     v = (x @ layer.v_proj.weight.T).unflatten(2, (2, 6))
     q, k = norm(q, layer.q_norm.weight), norm(k, layer.k_norm.weight)
     context = Chunk(positions=torch.arange(x.shape[1]).expand(len(x), -1))
-    moved = layer.transport(x, q, k, context)
+    moved = layer.transport(x, q, k, v, context)
     out = path_attention(
-        moved.q, moved.k, v, moved.w, moved.beta, layer.decay(x, context),
+        moved.q, moved.k, moved.v, moved.w, moved.beta, layer.decay(x, context),
         implementation="definition",
     )  # fmt: skip
     return out.flatten(2) @ layer.o_proj.weight.T

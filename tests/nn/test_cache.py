@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from path_attention import path_attention
-from path_attention.nn import LayerCache
+from path_attention.nn import Attention, AttentionConfig, LayerCache
+from path_attention.ops.stick_breaking import stick_breaking_attention
 
 NAMES = ("q", "k", "v", "w", "beta", "log_forget")
 
@@ -138,6 +139,62 @@ def test_select_moves_all_state_and_reset_forgets() -> None:
     torch.testing.assert_close(out, tokens.exact(), rtol=1e-10, atol=1e-10)
 
 
+def test_plain_keys_are_read_by_one_call_of_sdpa() -> None:
+    """Padded or not, one token or more, one call; the keys stay as they came."""
+    for padded in (False, True):
+        tokens, cache = Tokens.random(2, 10, transport=False, decay=False), LayerCache()
+        exact = tokens.exact()
+        valid = torch.ones(2, 10, dtype=torch.bool) if padded else None
+        cache.append(tokens.k[:, :3], tokens.v[:, :3], None if valid is None else valid[:, :3])
+        for start, stop in ((3, 4), (4, 9), (9, 10)):
+            q, k, v = (x[:, start:stop] for x in (tokens.q, tokens.k, tokens.v))
+            now = None if valid is None else valid[:, start:stop]
+            with torch.profiler.profile() as profiler:
+                out = cache.extend_plain(q, k, v, scale=8**-0.5, valid=now)
+            called = [event.name for event in profiler.events()]
+            assert called.count("aten::scaled_dot_product_attention") == 1
+            torch.testing.assert_close(out, exact[:, start:stop], rtol=1e-10, atol=1e-10)
+        assert torch.equal(cache.keys, tokens.k) and torch.equal(cache.values, tokens.v)
+        assert (cache.valid is None) == (not padded) and cache.lengths.tolist() == [10, 10]
+
+
+def test_a_plain_cache_takes_padding_after_chunks_without() -> None:
+    tokens, cache = Tokens.random(2, 7, transport=False, decay=False), LayerCache()
+    q, k, v = tokens.q, tokens.k, tokens.v
+    cache.append(k[:, :3], v[:, :3], None)
+    valid = torch.tensor([[True, True], [True, False]])
+    cache.extend_plain(q[:, 3:5], k[:, 3:5], v[:, 3:5], scale=8**-0.5, valid=valid)
+    out = cache.extend_plain(q[:, 5:], k[:, 5:], v[:, 5:], scale=8**-0.5, valid=None)
+    torch.testing.assert_close(out[0], tokens.exact()[0, 5:], rtol=1e-10, atol=1e-10)
+    alone = tokens.map(lambda x: x[1:, [0, 1, 2, 3, 5, 6]]).exact()
+    torch.testing.assert_close(out[1], alone[0, 4:], rtol=1e-10, atol=1e-10)
+    assert cache.lengths.tolist() == [7, 6]
+
+
+@pytest.mark.parametrize("size", [1.0, 1e3])
+def test_stick_breaking_over_chunks_is_literal_and_stable(size: float) -> None:
+    """Logits of ±1e3 too: nothing overflows, and weights are parts of one stick."""
+    tokens = Tokens.random(1, 14, transport=False, decay=False)
+    q, k, v = size * tokens.q, tokens.k, tokens.v
+    cache, parts = LayerCache(), []
+    for start, stop in ((0, 6), (6, 7), (7, 14)):
+        one = [x[:, start:stop] for x in (q, k, v)]
+        out, rest = stick_breaking_attention(*one)
+        extended = cache.extend_stick_breaking(out, rest, *one, scale=8**-0.5, valid=None)
+        parts.append(extended)
+    got = torch.cat(parts, 1)
+    z = torch.einsum("bihgd,bjhd->bhgij", q.unflatten(2, (2, 3)), k) * 8**-0.5
+    expected = torch.zeros_like(got)
+    for i in range(14):
+        for head in range(6):
+            left = 1.0
+            for j in range(i - 1, -1, -1):
+                part = z[0, head // 3, head % 3, i, j].sigmoid()
+                expected[0, i, head] += left * part * v[0, j, head // 3]
+                left = left * (1 - part)
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+
+
 def test_backward_through_the_past_raises() -> None:
     tokens = Tokens.random(1, 4, transport=True, decay=False)
     tokens.q.requires_grad_()
@@ -146,3 +203,35 @@ def test_backward_through_the_past_raises() -> None:
     out = run(cache, tokens.map(lambda x: x[:, 2:]))
     with pytest.raises(RuntimeError, match="gradients don't flow through a cache"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("normalizer", ["softmax", "stick_breaking", "linear"])
+def test_every_normalizer_keeps_no_gradients(normalizer: str) -> None:
+    config = AttentionConfig(
+        hidden_size=8, num_attention_heads=2, transport="rotary", normalizer=normalizer
+    )
+    layer, cache = Attention(config), LayerCache()
+    x = torch.randn(2, 6, 8)
+    exact = torch.autograd.grad(layer(x[:, :3]).sum(), layer.q_proj.weight)[0]
+    first = layer(x[:, :3], cache=cache)
+    assert torch.equal(torch.autograd.grad(first.sum(), layer.q_proj.weight)[0], exact)
+    kept = [cache.keys, cache.values, *cache.state.values()]
+    assert not any(y.requires_grad for y in kept if y is not None)
+    with pytest.raises(RuntimeError, match="gradients don't flow through a cache"):
+        layer(x[:, 3:], cache=cache).sum().backward()
+
+
+@pytest.mark.parametrize("decay", ["none", "forget"])
+def test_linear_layers_decode_in_constant_memory(decay: str) -> None:
+    config = AttentionConfig(
+        hidden_size=8, num_attention_heads=2, decay=decay, normalizer="linear", direction_rank=2
+    )
+    layer, cache = Attention(config), LayerCache()
+    sizes = []
+    with torch.no_grad():
+        for length in (1, 30, 1, 1):
+            layer(torch.randn(2, length, 8), cache=cache)
+            sizes.append({name: y.shape for name, y in cache.state.items()})
+    assert cache.keys is None and cache.values is None and cache.valid is None
+    assert all(shapes == sizes[0] for shapes in sizes)
+    assert cache.seen == 33 and cache.lengths.tolist() == [33, 33]

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from path_attention.nn import AttentionConfig, Chunk, Decay, Moved, Transport, register_transport
-from path_attention.nn.encoding import DECAYS, TRANSPORTS, Forget, Householder, Rotary
+from path_attention.nn.encoding import (
+    DECAYS,
+    TRANSPORTS,
+    AccumulatedRotation,
+    DeltaRule,
+    Forget,
+    Householder,
+    Rotary,
+)
 from path_attention.ops.directions import householder_directions
 
 CONFIG = AttentionConfig(
@@ -17,26 +25,27 @@ CONFIG = AttentionConfig(
 )
 
 
-def inputs(batch: int = 2, length: int = 7) -> tuple[Tensor, Tensor, Tensor, Chunk]:
+def inputs(batch: int = 2, length: int = 7) -> tuple[Tensor, Tensor, Tensor, Tensor, Chunk]:
     torch.manual_seed(0)
     x = torch.randn(batch, length, 24)
     q, k = torch.randn(batch, length, 6, 8), torch.randn(batch, length, 2, 8)
-    return x, q, k, Chunk(positions=torch.arange(length).expand(batch, -1))
+    v = torch.randn(batch, length, 2, 8)
+    return x, q, k, v, Chunk(positions=torch.arange(length).expand(batch, -1))
 
 
 @pytest.mark.parametrize("rank", [5, None])
 @pytest.mark.parametrize("width", [3, 0])
 def test_householder_is_its_formula(rank: int | None, width: int) -> None:
-    x, q, k, chunk = inputs()
+    x, q, k, v, chunk = inputs()
     config = replace(CONFIG, direction_rank=rank, direction_conv_size=width, beta_max=1.5)
     layer = Householder(config)
-    moved = layer(x, q, k, chunk)
+    moved = layer(x, q, k, v, chunk)
     weights = dict(layer.named_parameters())
     if rank is None:
         y = x @ weights["w_proj.weight"].T
     else:
         y = x @ weights["w_proj.0.weight"].T @ weights["w_proj.1.weight"].T
-    assert moved.q is q and moved.k is k
+    assert moved.q is q and moved.k is k and moved.v is v and moved.restore is None
     assert moved.w is not None and moved.beta is not None
     w = householder_directions(y, weights.get("w_conv"), 2)
     torch.testing.assert_close(moved.w, w)
@@ -47,9 +56,9 @@ def test_householder_is_its_formula(rank: int | None, width: int) -> None:
 
 
 def test_bias_starts() -> None:
-    x, q, k, chunk = inputs()
+    x, q, k, v, chunk = inputs()
     config = replace(CONFIG, beta_bias_init=-3.0, forget_bias_init=4.0)
-    beta = Householder(config)(0 * x, q, k, chunk).beta
+    beta = Householder(config)(0 * x, q, k, v, chunk).beta
     torch.testing.assert_close(beta, torch.full((2, 7, 2), 2 * torch.tensor(-3.0).sigmoid().item()))
     gate = Forget(config)(0 * x, chunk)
     torch.testing.assert_close(
@@ -58,10 +67,10 @@ def test_bias_starts() -> None:
 
 
 def test_rotary_is_a_complex_rotation_of_pairs() -> None:
-    x, q, k, _ = inputs()
+    x, q, k, v, _ = inputs()
     positions = torch.tensor([[3, 4, 5, 6, 7, 8, 9], [0, 1, 2, 0, 1, 0, 1]])
     layer = Rotary(replace(CONFIG, rope_theta=100.0))
-    moved = layer(x, q.double(), k.double(), Chunk(positions=positions))
+    moved = layer(x, q.double(), k.double(), v.double(), Chunk(positions=positions))
     for before, after in ((q, moved.q), (k, moved.k)):
         angles = positions[..., None, None] * 100.0 ** (-torch.arange(4).double() / 4)
         turned = torch.complex(before.double()[..., :4], before.double()[..., 4:])
@@ -70,23 +79,124 @@ def test_rotary_is_a_complex_rotation_of_pairs() -> None:
 
 
 def test_rotary_scores_depend_on_distance_alone() -> None:
-    x, q, k, _ = inputs(1)
+    x, q, k, v, _ = inputs(1)
     layer = Rotary(CONFIG)
     near, far = (
-        layer(x, q.double(), k.double(), Chunk(positions=torch.arange(7)[None] + offset))
+        layer(
+            x, q.double(), k.double(), v.double(), Chunk(positions=torch.arange(7)[None] + offset)
+        )
         for offset in (0, 1000)
     )
     scores = [torch.einsum("bihd,bjhd->bhij", m.q[:, :, :2], m.k) for m in (near, far)]
     torch.testing.assert_close(scores[0], scores[1])
 
 
+def test_several_householders_have_directions_and_strengths_of_their_own() -> None:
+    x, q, k, v, chunk = inputs()
+    three = Householder(replace(CONFIG, householders_per_token=3))
+    moved = three(x, q, k, v, chunk)
+    assert moved.w is not None and moved.beta is not None
+    assert moved.w.shape == (2, 7, 2, 3, 8) and moved.beta.shape == (2, 7, 2, 3)
+    one = Householder(CONFIG)
+    for m in range(3):  # one layer a factor, made of the rows that belong to it
+        rows = torch.arange(48).view(2, 3, 8)[:, m].flatten()
+        heads = torch.arange(6).view(2, 3)[:, m]
+        with torch.no_grad():
+            one.w_proj.load_state_dict(three.w_proj.state_dict() | {
+                "1.weight": three.w_proj[1].weight[rows]
+            })  # fmt: skip
+            one.w_conv.copy_(three.w_conv[rows])
+            one.beta_proj.weight.copy_(three.beta_proj.weight[heads])
+            one.beta_proj.bias.copy_(three.beta_proj.bias[heads])
+        alone = one(x, q, k, v, chunk)
+        torch.testing.assert_close(alone.w, moved.w[:, :, :, m])
+        torch.testing.assert_close(alone.beta, moved.beta[:, :, :, m])
+
+
+ROTATIONS = ("random_position", "random_token", "learned")
+
+
+@pytest.mark.parametrize("angles", ROTATIONS)
+def test_rotations_are_the_same_bits_in_chunks_and_documents(angles: str) -> None:
+    x, q, k, v, chunk = inputs(2, 100)
+    ids = torch.randint(0, 2**31, (2, 100))
+    chunk = replace(chunk, token_ids=ids)
+    config = replace(CONFIG, transport="accumulated_rotation", rotation_angles=angles)
+    layer = AccumulatedRotation(replace(config, moves_values=True))
+    whole = layer(x, q, k, v, chunk)
+    assert whole.restore is not None
+    torch.testing.assert_close(whole.restore(whole.v), v)
+    state: dict[str, Tensor] = {}
+    for start, stop in ((0, 70), (70, 71), (71, 100)):
+        part = slice(start, stop)
+        now = Chunk(chunk.positions[:, part], ids[:, part], state=state)
+        moved = layer(x[:, part], q[:, part], k[:, part], v[:, part], now)
+        if angles != "learned":  # a product of matrices need not round alike in both shapes
+            assert torch.equal(moved.q, whole.q[:, part])
+            assert torch.equal(moved.v, whole.v[:, part])
+        torch.testing.assert_close(moved.k, whole.k[:, part], rtol=1e-4, atol=1e-5)
+    assert state["rotation"].shape == (2, 2, 4) and state["rotation"].dtype == torch.int64
+
+
+def test_what_decides_random_rotations() -> None:
+    """Positions alone, or ids alone; the seed; not the layer, nor torch's own generator."""
+    x, q, k, v, chunk = inputs(1, 6)
+    ids = torch.tensor([[4, 9, 4, 4, 9, 1]])
+    other = torch.tensor([[4, 9, 4, 4, 2, 1]])
+
+    def keys(angles: str, ids: Tensor, seed: int = 0) -> Tensor:
+        torch.randn(3)
+        config = replace(
+            CONFIG, transport="accumulated_rotation", rotation_angles=angles, rotation_seed=seed
+        )
+        return AccumulatedRotation(config)(x, q, k, v, replace(chunk, token_ids=ids)).k
+
+    by_position, by_token = (keys(angles, ids) for angles in ROTATIONS[:2])
+    assert torch.equal(keys("random_position", other), by_position)
+    changed = (keys("random_token", other) != by_token).any(-1).any(-1)[0]
+    assert changed.tolist() == [False] * 4 + [True] * 2  # from the other token on
+    for angles, before in (("random_position", by_position), ("random_token", by_token)):
+        assert not torch.allclose(keys(angles, ids, seed=1), before)
+    with pytest.raises(ValueError, match=r"^token_ids: expected int64 \[B, T\]"):
+        AccumulatedRotation(
+            replace(CONFIG, transport="accumulated_rotation", rotation_angles="random_token")
+        )(x, q, k, v, chunk)
+
+
+def test_learned_rotations_are_float32_in_a_bf16_module() -> None:
+    x, q, k, v, chunk = inputs()
+    layer = AccumulatedRotation(replace(CONFIG, transport="accumulated_rotation")).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        moved = layer(x.bfloat16(), q.bfloat16(), k.bfloat16(), v.bfloat16(), chunk)
+    angles = layer.angle_proj.double()(x.bfloat16().double()).unflatten(2, (2, 4)).cumsum(1)
+    exact = torch.complex(k.bfloat16().double()[..., :4], k.bfloat16().double()[..., 4:])
+    exact = exact * torch.polar(torch.ones(()).double(), -angles)
+    assert moved.k.dtype == torch.bfloat16 and (layer.angle_proj.bias == 0).all()
+    # One rounding of the result to bfloat16; the angles add nothing that shows.
+    torch.testing.assert_close(
+        moved.k.double(), torch.cat([exact.real, exact.imag], -1), rtol=2.0**-8, atol=1e-5
+    )
+
+
+def test_the_delta_rule_is_its_formula() -> None:
+    x, q, k, v, chunk = inputs()
+    layer = DeltaRule(replace(CONFIG, transport="delta_rule", normalizer="linear", beta_max=1.0))
+    moved = layer(x, q, k, v, chunk)
+    beta = (x @ layer.beta_proj.weight.T + layer.beta_proj.bias).sigmoid()
+    unit = k / k.norm(dim=-1, keepdim=True)
+    for got, expected in ((moved.k, unit), (moved.w, unit), (moved.beta, beta)):
+        torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(moved.v, beta[..., None] * v)
+    assert moved.q is q
+
+
 def test_strengths_gates_and_directions_are_float32_in_a_bf16_module() -> None:
-    x, q, k, chunk = inputs()
+    x, q, k, v, chunk = inputs()
     for layer in (Householder(CONFIG), Forget(CONFIG)):
         layer.bfloat16()
         with torch.autocast("cpu", torch.bfloat16):
             if isinstance(layer, Householder):
-                moved = layer(x.bfloat16(), q.bfloat16(), k.bfloat16(), chunk)
+                moved = layer(x.bfloat16(), q.bfloat16(), k.bfloat16(), v.bfloat16(), chunk)
                 assert moved.w is not None and moved.w.dtype == torch.float32
                 got, proj = moved.beta, layer.beta_proj
                 exact = 2 * proj.double()(x.bfloat16().double()).sigmoid()
@@ -99,20 +209,20 @@ def test_strengths_gates_and_directions_are_float32_in_a_bf16_module() -> None:
 
 @pytest.mark.parametrize("name", ["none", "rotary"])
 def test_transports_without_operator_arguments(name: str) -> None:
-    x, q, k, chunk = inputs()
-    moved = TRANSPORTS[name](CONFIG)(x, q, k, chunk)
+    x, q, k, v, chunk = inputs()
+    moved = TRANSPORTS[name](CONFIG)(x, q, k, v, chunk)
     assert moved.w is None and moved.beta is None
     assert DECAYS["none"](CONFIG)(x, chunk) is None
 
 
 def test_householder_state_needs_a_cache() -> None:
-    x, q, k, chunk = inputs()
+    x, q, k, v, chunk = inputs()
     layer = Householder(CONFIG)
     state: dict[str, Tensor] = {}
-    whole = layer(x, q, k, chunk).w
-    first = layer(x[:, :3], q[:, :3], k[:, :3], replace(chunk, state=state)).w
+    whole = layer(x, q, k, v, chunk).w
+    first = layer(x[:, :3], q[:, :3], k[:, :3], v[:, :3], replace(chunk, state=state)).w
     assert state["directions"].shape == (2, 2, 16) and not state["directions"].requires_grad
-    second = layer(x[:, 3:], q[:, 3:], k[:, 3:], replace(chunk, state=state)).w
+    second = layer(x[:, 3:], q[:, 3:], k[:, 3:], v[:, 3:], replace(chunk, state=state)).w
     assert whole is not None and first is not None and second is not None
     torch.testing.assert_close(torch.cat([first, second], 1), whole)
 
@@ -122,8 +232,8 @@ def test_an_encoding_from_outside_the_package() -> None:
 
     @register_transport("doubled")
     class Doubled(Transport):
-        def forward(self, x: Tensor, q: Tensor, k: Tensor, chunk: Chunk) -> Moved:
-            return Moved(2 * q, k)
+        def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk) -> Moved:
+            return Moved(2 * q, k, v)
 
     try:
         layer = Attention(replace(CONFIG, transport="doubled"))
@@ -138,8 +248,8 @@ def test_an_encoding_from_outside_the_package() -> None:
 
 
 def test_base_classes_do_nothing_silently() -> None:
-    x, q, k, chunk = inputs()
+    x, q, k, v, chunk = inputs()
     with pytest.raises(NotImplementedError):
-        Transport(CONFIG)(x, q, k, chunk)
+        Transport(CONFIG)(x, q, k, v, chunk)
     with pytest.raises(NotImplementedError):
         Decay(CONFIG)(x, chunk)

@@ -1,0 +1,140 @@
+"""What makes weights of scores: softmax, stick-breaking, or nothing (a linear state recurrence).
+
+Each calls its operator on a chunk, and lets the cache, if there is one, add the past.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from path_attention.nn.cache import LayerCache, constant
+from path_attention.nn.configuration import AttentionConfig
+from path_attention.nn.encoding import TRANSPORTS, Chunk, Moved
+from path_attention.ops.linear import linear_attention
+from path_attention.ops.path import path_attention
+from path_attention.ops.stick_breaking import stick_breaking_attention
+
+
+class Normalizer(nn.Module):
+    """Attends with moved queries, keys and values under a decay."""
+
+    @classmethod
+    def check(cls, config: AttentionConfig) -> None:
+        """Raise ValueError, naming the field, on a configuration that makes no sense with it."""
+
+    def forward(
+        self,
+        moved: Moved,
+        log_forget: Tensor | None,
+        *,
+        scale: float,
+        chunk: Chunk,
+        cache: LayerCache | None,
+    ) -> Tensor:
+        """log_forget `[B, T, HQ]` or None → `[B, T, HQ, DV]`, the cache extended in place."""
+        raise NotImplementedError
+
+
+class Softmax(Normalizer):
+    """o_i = Σ_{j≤i} softmax_j(A_ij) v_j: `path_attention`; SDPA without w, β and gate."""
+
+    def forward(
+        self,
+        moved: Moved,
+        log_forget: Tensor | None,
+        *,
+        scale: float,
+        chunk: Chunk,
+        cache: LayerCache | None,
+    ) -> Tensor:
+        q, k, v, w, beta, _ = moved
+        if cache is None:
+            return path_attention(
+                q, k, v, w, beta, log_forget, scale=scale, cu_seqlens=chunk.packing
+            )
+        if w is None and log_forget is None:
+            if cache.seen:
+                return cache.extend_plain(q, k, v, scale=scale, valid=chunk.valid)
+            cache.append(k, v, chunk.valid)
+            return path_attention(q, k, v, scale=scale)
+        out, lse = path_attention(q, k, v, w, beta, log_forget, scale=scale, return_lse=True)
+        return cache.extend(out, lse, q, k, v, w, beta, log_forget, scale=scale, valid=chunk.valid)
+
+
+class StickBreaking(Normalizer):
+    """a_ij = σ(z_ij) Π_{j<l<i} (1 − σ(z_il)): `stick_breaking_attention`, arXiv 2410.17980."""
+
+    @classmethod
+    def check(cls, config: AttentionConfig) -> None:
+        if config.decay != "none":
+            raise ValueError(
+                "decay: expected 'none' with normalizer 'stick_breaking', where each key already "
+                f"takes its part of what is left, got {config.decay!r}"
+            )
+        if TRANSPORTS[config.transport].by_operator:
+            raise ValueError(
+                "transport: expected one that moves q and k itself with normalizer "
+                f"'stick_breaking', got {config.transport!r}, which its operator would have to"
+            )
+
+    def forward(
+        self,
+        moved: Moved,
+        log_forget: Tensor | None,
+        *,
+        scale: float,
+        chunk: Chunk,
+        cache: LayerCache | None,
+    ) -> Tensor:
+        q, k, v, w, _, _ = moved
+        for name, x in (("w", w), ("log_forget", log_forget)):
+            if x is not None:
+                raise ValueError(f"{name}: expected None with stick_breaking, got a tensor")
+        out, rest = stick_breaking_attention(q, k, v, scale=scale, cu_seqlens=chunk.packing)
+        if cache is None:
+            return out
+        return cache.extend_stick_breaking(out, rest, q, k, v, scale=scale, valid=chunk.valid)
+
+
+class Linear(Normalizer):
+    """o_t = scale · S_t q_t, S_t = S_{t−1} H_t f_t + v_t k_tᵀ: `linear_attention`.
+
+    Decoding keeps S ("linear" in the cache's state) and no keys: constant memory.
+    """
+
+    def forward(
+        self,
+        moved: Moved,
+        log_forget: Tensor | None,
+        *,
+        scale: float,
+        chunk: Chunk,
+        cache: LayerCache | None,
+    ) -> Tensor:
+        q, k, v, w, beta, _ = moved
+        if chunk.valid is not None:
+            k = k.where(_wide(chunk.valid, k), 0)
+            beta, log_forget = (
+                None if x is None else x.where(_wide(chunk.valid, x), 0) for x in (beta, log_forget)
+            )
+        state = None if cache is None else cache.state.get("linear")
+        out, after = linear_attention(
+            q, k, v, w, beta, log_forget, scale=scale, state=state, cu_seqlens=chunk.packing
+        )
+        if cache is None:
+            return out
+        cache.state["linear"] = after.detach()
+        cache.count(q, chunk.valid)
+        return out if state is None else constant(out, out.detach())
+
+
+def _wide(valid: Tensor, x: Tensor) -> Tensor:
+    """valid `[B, T]` with as many dimensions as x `[B, T, …]`."""
+    return valid.view(*valid.shape, *[1] * (x.dim() - 2))
+
+
+NORMALIZERS: dict[str, type[Normalizer]] = {
+    "softmax": Softmax,
+    "stick_breaking": StickBreaking,
+    "linear": Linear,
+}

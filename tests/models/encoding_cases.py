@@ -1,0 +1,70 @@
+"""Every preset and free combinations of what an attention layer can be made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from path_attention.models import PRESETS
+
+FREE: dict[str, dict[str, Any]] = {
+    "rope + forget": {"transport": "rotary", "decay": "forget"},
+    "rope + alibi": {"transport": "rotary", "decay": "alibi"},
+    "rope of values too": {"transport": "rotary", "moves_values": True},
+    "learned rotation + forget": {
+        "transport": "accumulated_rotation",
+        "decay": "forget",
+        "moves_values": True,
+    },
+    "random rotation + alibi": {
+        "transport": "accumulated_rotation",
+        "rotation_angles": "random_position",
+        "rotation_bound": 3.0,
+        "rotation_seed": 7,
+        "decay": "alibi",
+    },
+    "token rotation + forget": {
+        "transport": "accumulated_rotation",
+        "rotation_angles": "random_token",
+        "decay": "forget",
+        "moves_values": True,
+    },
+    "two householders": {"transport": "householder", "householders_per_token": 2},
+    "three householders + forget": {
+        "transport": "householder",
+        "decay": "forget",
+        "householders_per_token": 3,
+        "direction_rank": None,
+        "direction_conv_size": 0,
+    },
+    "rope + stick-breaking": {"transport": "rotary", "normalizer": "stick_breaking"},
+    "learned rotation + stick-breaking": {
+        "transport": "accumulated_rotation",
+        "normalizer": "stick_breaking",
+        "moves_values": True,
+    },
+    "linear": {"transport": "none", "normalizer": "linear"},
+    "linear rope + alibi": {"transport": "rotary", "decay": "alibi", "normalizer": "linear"},
+    "linear path + forget": {
+        "transport": "householder",
+        "decay": "forget",
+        "normalizer": "linear",
+        "beta_max": 1.0,
+    },
+    "linear + two householders": {
+        "transport": "householder",
+        "householders_per_token": 2,
+        "normalizer": "linear",
+    },
+    "linear learned rotation": {
+        "transport": "accumulated_rotation",
+        "normalizer": "linear",
+        "moves_values": True,
+    },
+    "gated delta rule": {
+        "transport": "delta_rule",
+        "decay": "forget",
+        "normalizer": "linear",
+        "output_norm": True,
+    },
+}
+CASES = {**PRESETS, **FREE}

@@ -1,0 +1,112 @@
+"""The how-tos' code runs as it stands there, and the encoding that it adds works everywhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from path_attention import Packing
+from path_attention.models import PRESETS
+from path_attention.models.cache import CACHE_NAME
+from path_attention.nn.encoding import DECAYS, TRANSPORTS
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def code_blocks(name: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", (DOCS / name).read_text("utf-8"), re.M | re.S)
+
+
+@pytest.fixture
+def how_to() -> Iterator[dict[str, Any]]:
+    """What the code of the how-to defines."""
+    names: dict[str, Any] = {"__name__": "how_to"}
+    before = dict(TRANSPORTS), dict(DECAYS)
+    try:
+        exec("\n".join(code_blocks("how-to-add-an-encoding.md")), names)
+        yield names
+    finally:
+        for registry, kept in zip((TRANSPORTS, DECAYS), before, strict=True):
+            registry.clear()
+            registry.update(kept)
+
+
+def test_an_encoding_takes_less_than_40_lines() -> None:
+    encoding = code_blocks("how-to-add-an-encoding.md")[0]
+    assert "register_transport" in encoding and "register_decay" in encoding
+    assert 0 < sum(bool(line.strip()) for line in encoding.splitlines()) < 40
+
+
+def test_its_scores_are_its_formula(how_to) -> None:
+    layer = how_to["model"].double().model.layers[0].attention
+    torch.nn.init.normal_(layer.decay.cost)
+    ids = torch.randint(8, 12, (1, 30))
+    x = torch.randn(1, 30, 64).double()
+    got = layer(x, token_ids=ids)
+    q, k, v = (
+        F.linear(x, getattr(layer, f"{n}_proj").weight).unflatten(2, (4, 16))[0] for n in "qkv"
+    )
+    lines = (ids[0] == how_to["NEWLINE"]).cumsum(0)
+    between = lines[:, None] - lines[None]  # [query, key]
+    turns = torch.polar(torch.ones(()).double(), between[..., None, None] * layer.transport.rates)
+    a, b = torch.complex(q[..., :8], q[..., 8:]), torch.complex(k[..., :8], k[..., 8:])
+    scores = torch.einsum("ihp,ijhp,jhp->hij", a.conj(), turns, b).real / 4
+    scores = scores - F.softplus(layer.decay.cost)[:, None, None] * between
+    scores = scores.masked_fill(torch.ones(30, 30).triu(1).bool(), -torch.inf)
+    out = torch.einsum("hij,jhe->ihe", scores.softmax(-1), v).flatten(1)
+    # Angles and costs are float32: scores of at most 4 or so err by a few of its roundings.
+    allowed = 32 * torch.finfo(torch.float32).eps * got.abs().max().item()
+    torch.testing.assert_close(got[0], out @ layer.o_proj.weight.T, rtol=0, atol=allowed)
+
+
+def test_it_trains_decodes_packs_and_is_saved(how_to, tmp_path) -> None:
+    model = how_to["model"].train()
+    ids = torch.randint(8, 12, (2, 40))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    assert (model.model.layers[0].attention.decay.cost != 0).all()
+
+    model.eval().save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        whole = model(ids).logits
+        assert torch.equal(loaded(ids).logits, whole)
+        first = model(ids[:, :25], use_cache=True)
+        parts = [first.logits]
+        for t in range(25, 40):
+            parts.append(model(ids[:, t : t + 1], past_key_values=first[CACHE_NAME]).logits)
+        torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)
+        packed = model(ids[:1], packing=Packing.from_lengths([15, 25])).logits
+        apart = [model(part).logits for part in ids[:1].split([15, 25], 1)]
+        torch.testing.assert_close(packed, torch.cat(apart, 1), rtol=1e-4, atol=1e-4)
+        out = model.generate(ids, max_new_tokens=5, do_sample=False)
+        assert out.shape == (2, 45)
+
+
+def test_the_table_of_presets_is_true() -> None:
+    exec(code_blocks("how-to-choose-an-encoding.md")[0], {})
+    text = (DOCS / "how-to-choose-an-encoding.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (\w+) \| (\w+) \|", text, re.M)
+    told = {name: (transport, decay, norm) for name, transport, decay, norm in rows}
+    for name, row in PRESETS.items():
+        fields = (row["transport"], row["decay"], row.get("normalizer", "softmax"))
+        if name.endswith("_qkv"):
+            assert row["moves_values"] and f"`{name}`" in text
+            assert row == {**PRESETS[name.removesuffix("_qkv")], "moves_values": True}
+        else:
+            assert told.pop(name) == fields
+    assert not told
