@@ -43,6 +43,11 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
         "BenchmarkOperator",
         "time and peak memory of the operator beside plain attention",
     ),
+    ("benchmark", "encodings"): (
+        "path_attention.benchmarks.encodings",
+        "BenchmarkEncodings",
+        "an attention layer under each encoding beside RoPE's",
+    ),
     ("benchmark", "packed"): (
         "path_attention.benchmarks.packed",
         "BenchmarkPacked",
