@@ -2,11 +2,12 @@
 
     python compile_kernels.py 90:64:path_fox:bfloat16:232448 …
 
-Each argument is a compute capability, a head size, an encoding, a dtype and the shared memory
-(bytes) that tiles are chosen for. One line of JSON a kernel: its name, shared memory and stack
-(where registers spill to) in bytes, or the compiler's error. A run on CPU tensors, whose launches
-are recorded and not made, says which kernels there are and what they are specialised for. It wants
-a process of its own: kernels that were decorated for the interpreter do not compile.
+Each argument is a compute capability, a head size, an encoding ("stick": the stick-breaking
+kernels), a dtype and the shared memory (bytes) that tiles are chosen for. One line of JSON a
+kernel: its name, shared memory and stack (where registers spill to) in bytes, or the compiler's
+error. A run on CPU tensors, whose launches are recorded and not made, says which kernels there are
+and what they are specialised for. It wants a process of its own: kernels that were decorated for
+the interpreter do not compile.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from path_attention.ops.triton import call, operator, ranges
+from path_attention.ops.triton import call, operator, ranges, stick_breaking
 
 TYPES = {
     torch.bfloat16: "bf16",
@@ -91,6 +92,11 @@ def stack(binary: bytes) -> int:
 
 def launches(D: int, encoding: str, dtype: torch.dtype, shared_memory: int, seen: list) -> None:
     """One forward and backward pass of a 512-token sequence."""
+    if encoding == "stick":
+        q, k, v = (torch.randn(1, 512, heads, D).to(dtype) for heads in (4, 2, 2))
+        out, rest, low = stick_breaking._forward(q, k, v, 0.1, None)
+        stick_breaking._backward(out, rest, q, k, v, out, rest, low, 0.1, None)
+        return
     call._shared_memory = lambda device: shared_memory
     x = encoded(encoding, 512, heads=(4, 2), size=(D, D))
     x = [*x.to(dtype)[:3], *x[3:]]
@@ -102,6 +108,7 @@ def main() -> None:
     seen: list = []
     record(operator, seen)
     record(ranges, seen)
+    record(stick_breaking, seen)
     for spec in sys.argv[1:]:
         capability, D, encoding, dtype, shared_memory = spec.split(":")
         seen.clear()

@@ -121,3 +121,38 @@ def test_heads_of_128(capability):
 @pytest.mark.parametrize("capability", [86])
 def test_devices_with_little_shared_memory(capability, D):
     check(capability, D, "path_fox")
+
+
+# --- Stick-breaking attention --------------------------------------------------------------------
+
+STICK = {"stick_fwd_kernel", "stick_queries_bwd_kernel", "stick_keys_bwd_kernel"}
+
+
+def check_stick(capability: int, D: int, dtype: str, stack: int) -> None:
+    rows = kernels(capability, D, "stick", dtype)
+    assert {row["kernel"] for row in rows} == STICK
+    for row in rows:
+        assert "error" not in row, row
+        assert row["shared"] <= SHARED_MEMORY[capability], row
+        assert row["stack"] <= stack, row
+
+
+@pytest.mark.parametrize(("capability", "stack"), [(80, 2800), (90, 360), (100, 360)])
+def test_stick_breaking(capability, stack):
+    check_stick(capability, 64, "bfloat16", stack)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("capability", "D", "dtype", "stack"),
+    [
+        (80, 128, "bfloat16", 6200),
+        (90, 128, "bfloat16", 480),
+        (100, 128, "bfloat16", 480),
+        (86, 128, "bfloat16", 6200),
+        (90, 64, "float16", 440),
+        (90, 64, "float32", 7000),
+    ],
+)
+def test_stick_breaking_of_other_sizes(capability, D, dtype, stack):
+    check_stick(capability, D, dtype, stack)

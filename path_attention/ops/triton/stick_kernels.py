@@ -1,0 +1,296 @@
+"""The kernels of stick-breaking attention; `stick_breaking.py` says how they work together.
+
+Rows of q, k, v and dO are blocks of 64, padded with zeros, so every tile is whole; only the
+diagonal one has a mask. Queries walk from there to the left.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from path_attention.ops.triton.primitives import FLOAT32, load_tile
+
+_HIGHEST = tl.constexpr(6e4)  # of a softplus in float16; beyond it nothing is left anyway
+_SHIFT = tl.constexpr(14.0)  # float16 shares are multiplied by 2¹⁴, away from its smallest numbers
+_USED_UP = tl.constexpr(2.0**-26)  # of the stick: what is left of δ there is its rounding
+
+
+# --- What the kernels share ----------------------------------------------------------------------
+
+
+@triton.jit
+def softplus(b_s, EXACT: tl.constexpr):
+    """log₂(1 + 2ˢ) = max(s, 0) + log₂(1 + x), x = 2^−|s|.
+
+    log₂(1 + x) / x is a polynomial, right to 2⁻¹⁹ or (EXACT) 2⁻²²: small x keep all their digits,
+    and the units that do exponentials have enough of those to do.
+    """
+    b_x = tl.math.exp2(-tl.abs(b_s))
+    if EXACT:
+        b_p = 0.00757913763 * b_x - 0.0426871934
+        b_p = b_p * b_x + 0.113051991
+        b_p = b_p * b_x - 0.197285225
+        b_p = b_p * b_x + 0.275719669
+        b_p = b_p * b_x - 0.358428493
+        b_p = b_p * b_x + 0.480695475
+        b_p = b_p * b_x - 0.721340329
+        b_p = b_p * b_x + 1.442695
+    else:
+        b_p = 0.0204903461 * b_x - 0.0960662494
+        b_p = b_p * b_x + 0.215588533
+        b_p = b_p * b_x - 0.339247773
+        b_p = b_p * b_x + 0.477705931
+        b_p = b_p * b_x - 0.721162734
+        b_p = b_p * b_x + 1.44269326
+    return b_p * b_x + tl.maximum(b_s, 0.0)
+
+
+@triton.jit
+def triangle(DTYPE: tl.constexpr):
+    """[64, 64]: 1 where the row is behind the column."""
+    o = tl.arange(0, 64)
+    return (o[:, None] > o[None, :]).to(DTYPE)
+
+
+@triton.jit
+def behind(b_x, b_triangle, TERMS: tl.constexpr):
+    """For each column the sum of those behind it; b_x as a sum of TERMS 16-bit numbers."""
+    b_high = b_x.to(b_triangle.dtype)
+    b_sum = tl.dot(b_high, b_triangle, input_precision=FLOAT32)
+    if TERMS == 2:
+        b_low = (b_x - b_high.to(tl.float32)).to(b_triangle.dtype)
+        b_sum = tl.dot(b_low, b_triangle, b_sum)
+    return b_sum
+
+
+@triton.jit
+def break_off(b_q, b_k, scale, b_ones, DIAGONAL: tl.constexpr, OPERAND: tl.constexpr):
+    """Scores in base 2, −log₂(1 − σ), and its sums over the keys of the tile behind each."""
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=FLOAT32) * scale
+    b_taking = softplus(b_s, tl.float32 == OPERAND)
+    if DIAGONAL:
+        o = tl.arange(0, 64)
+        b_taking = tl.where(o[:, None] > o[None, :], b_taking, 0.0)
+    b_capped = b_taking
+    if tl.float32 != OPERAND:
+        b_capped = tl.minimum(b_taking, _HIGHEST)
+    return b_s, b_taking, behind(b_capped, b_ones, 2 if tl.float16 == OPERAND else 1)
+
+
+@triton.jit
+def break_off_bwd(
+    b_q, b_k, b_v, b_do, b_left, b_through, b_drest, unit, used_up, scale, b_ones,
+    DIAGONAL: tl.constexpr, DREST: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """A tile's shares, score gradients, −log₂(1 − σ) and gains A dA; the latter three float32.
+
+    b_left, b_through: what the keys behind the tile left, of the stick (log₂) and of δ. Shares and
+    gains come multiplied by what `_scales` chose for the dtype.
+    """
+    b_s, b_taking, b_behind = break_off(b_q, b_k, scale, b_ones, DIAGONAL, OPERAND)
+    b_beta = tl.math.exp2(b_s - b_taking)
+    if DIAGONAL:
+        o = tl.arange(0, 64)
+        b_beta = tl.where(o[:, None] > o[None, :], b_beta, 0.0)
+    b_stick = tl.math.exp2(b_left[:, None] - b_behind)
+    b_a = (b_beta * b_stick).to(OPERAND)
+    b_used = tl.where(b_stick > used_up, b_beta, 0.0)
+    b_gain = tl.dot(b_do, tl.trans(b_v), input_precision=FLOAT32)
+    if tl.float16 == OPERAND:
+        b_gain *= unit
+    b_gain *= b_a.to(tl.float32)
+    b_through = b_through[:, None] - behind(b_gain, b_ones, 2 if tl.float16 == OPERAND else 1)
+    b_ds = b_gain - b_used * b_through
+    if DREST:
+        b_ds -= b_beta * b_drest[:, None]
+    return b_a, b_ds, b_taking, b_gain
+
+
+# --- Kernels -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def stick_fwd_kernel(
+    q_desc, k_desc, v_desc, out_ptr, low_ptr, rest_ptr, blocks_ptr, order_ptr, scale,
+    stride_ot, stride_oh, stride_rt,
+    G: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    STAGES: tl.constexpr, LOW: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """One block of queries: output, what rounding takes off it (LOW), log of what remains."""
+    i_block, i_hq = tl.load(order_ptr + tl.program_id(0)), tl.program_id(1)
+    i_h = i_hq // G
+    token = tl.load(blocks_ptr + i_block * 4)
+    valid = tl.load(blocks_ptr + i_block * 4 + 1)
+    index = tl.load(blocks_ptr + i_block * 4 + 2)
+    o, o_v = tl.arange(0, 64), tl.arange(0, DVP)
+    shift = _SHIFT if tl.float16 == OPERAND else 0.0
+    b_ones = triangle(tl.float32 if tl.float32 == OPERAND else tl.float16)
+    row = i_block * 64
+    b_q = q_desc.load([row, i_hq * DP])
+    b_v = v_desc.load([row, i_h * DVP])
+    b_k = k_desc.load([row, i_h * DP])
+    b_s, b_taking, b_behind = break_off(b_q, b_k, scale, b_ones, True, OPERAND)
+    b_a = tl.math.exp2(b_s - b_taking - b_behind + shift)
+    b_a = tl.where(o[:, None] > o[None, :], b_a, 0.0)
+    b_acc = tl.dot(b_a.to(OPERAND), b_v, input_precision=FLOAT32)
+    b_left = -tl.sum(b_taking, 1)
+    for _ in tl.range(0, index, num_stages=STAGES):
+        row -= 64
+        b_k = k_desc.load([row, i_h * DP])
+        b_s, b_taking, b_behind = break_off(b_q, b_k, scale, b_ones, False, OPERAND)
+        b_a = tl.math.exp2(b_s - b_taking - b_behind + (b_left + shift)[:, None])
+        b_v = v_desc.load([row, i_h * DVP])
+        b_acc = tl.dot(b_a.to(OPERAND), b_v, b_acc, input_precision=FLOAT32)
+        b_left -= tl.sum(b_taking, 1)
+    if tl.float16 == OPERAND:
+        b_acc *= 1.0 / 16384.0
+    inside = o < valid
+    o_out = i_hq * stride_oh + (token.to(tl.int64) + o)[:, None] * stride_ot + o_v[None, :]
+    m_out = inside[:, None] & (o_v[None, :] < DV)
+    b_out = b_acc.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + o_out, b_out, m_out)
+    if LOW:
+        b_low = (b_acc - b_out.to(tl.float32)).to(out_ptr.dtype.element_ty)
+        tl.store(low_ptr + o_out, b_low, m_out)
+    p_rest = rest_ptr + (token.to(tl.int64) + o) * stride_rt + i_hq
+    tl.store(p_rest, b_left * 0.6931471805599453, inside)
+
+
+@triton.jit(do_not_specialize=["notes"])
+def stick_queries_bwd_kernel(
+    q_desc, k_desc, v_desc, do_desc, do_ptr, out_ptr, low_ptr, drest_ptr, scales_ptr, left_ptr,
+    through_ptr, dq_ptr, blocks_ptr, queries_ptr, count, notes, scale, score_scale,
+    stride_dt, stride_dh, stride_ot, stride_oh, stride_qt, stride_qh,
+    G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    STAGES: tl.constexpr, LOW: tl.constexpr, DREST: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """Gradient of one block of a panel's queries; notes at each block of keys."""
+    i_block, i_hq = tl.load(queries_ptr + tl.program_id(0) * 2), tl.program_id(1)
+    note = (i_hq.to(tl.int64) * notes + tl.load(queries_ptr + tl.program_id(0) * 2 + 1)) * 64
+    i_h = i_hq // G
+    token = tl.load(blocks_ptr + i_block * 4)
+    valid = tl.load(blocks_ptr + i_block * 4 + 1)
+    index = tl.load(blocks_ptr + i_block * 4 + 2)
+    o, o_d, o_v = tl.arange(0, 64), tl.arange(0, DP), tl.arange(0, DVP)
+    grad_scale, unit = tl.load(scales_ptr), tl.load(scales_ptr + 1)
+    share_scale = tl.math.exp2(tl.load(scales_ptr + 2))
+    used_up = _USED_UP * share_scale
+    b_ones = triangle(tl.float32 if tl.float32 == OPERAND else tl.float16)
+    row = i_block * 64
+    b_q = q_desc.load([row, i_hq * DP])
+    b_do = do_desc.load([row, i_hq * DVP])
+    b_out = load_tile(out_ptr + i_hq * stride_oh, token, stride_ot, o, o_v, valid, DV)
+    b_out = b_out.to(tl.float32)
+    if LOW:
+        b_out += load_tile(low_ptr + i_hq * stride_oh, token, stride_ot, o, o_v, valid, DV)
+    b_out *= load_tile(do_ptr + i_hq * stride_dh, token, stride_dt, o, o_v, valid, DV)
+    b_through = tl.sum(b_out, 1) * grad_scale
+    b_left = tl.zeros([64], tl.float32) + tl.load(scales_ptr + 2)
+    b_drest = b_left
+    if DREST:
+        b_drest = tl.load(drest_ptr + (i_hq * count + i_block).to(tl.int64) * 64 + o)
+    b_k = k_desc.load([row, i_h * DP])
+    b_v = v_desc.load([row, i_h * DVP])
+    tl.store(left_ptr + note + index * 64 + o, b_left)
+    tl.store(through_ptr + note + index * 64 + o, b_through)
+    _, b_ds, b_taking, b_gain = break_off_bwd(
+        b_q, b_k, b_v, b_do, b_left, b_through, b_drest, unit, used_up, scale,
+        b_ones, True, DREST, OPERAND,
+    )  # fmt: skip
+    # (Loaded again: the compiler of Triton 3.6 trips over one load that two products outside of a
+    # loop read, one of them transposed.)
+    b_k = k_desc.load([row, i_h * DP])
+    b_dq = tl.dot(b_ds.to(OPERAND), b_k, input_precision=FLOAT32)
+    b_left -= tl.sum(b_taking, 1)
+    b_through -= tl.sum(b_gain, 1)
+    for back in tl.range(1, index + 1, num_stages=STAGES):
+        b_k = k_desc.load([row - back * 64, i_h * DP])
+        b_v = v_desc.load([row - back * 64, i_h * DVP])
+        at = note + (index - back) * 64 + o
+        tl.store(left_ptr + at, b_left)
+        tl.store(through_ptr + at, b_through)
+        _, b_ds, b_taking, b_gain = break_off_bwd(
+            b_q, b_k, b_v, b_do, b_left, b_through, b_drest, unit, used_up, scale, b_ones,
+            False, DREST, OPERAND,
+        )  # fmt: skip
+        b_dq = tl.dot(b_ds.to(OPERAND), b_k, b_dq, input_precision=FLOAT32)
+        b_left -= tl.sum(b_taking, 1)
+        b_through -= tl.sum(b_gain, 1)
+    b_dq *= score_scale / grad_scale
+    o_dq = i_hq * stride_qh + (token.to(tl.int64) + o)[:, None] * stride_qt + o_d[None, :]
+    m_dq = (o < valid)[:, None] & (o_d[None, :] < D)
+    tl.store(dq_ptr + o_dq, b_dq.to(dq_ptr.dtype.element_ty), m_dq)
+
+
+@triton.jit(do_not_specialize=["notes"])
+def stick_keys_bwd_kernel(
+    q_desc, k_desc, v_desc, do_desc, drest_desc, left_desc, through_desc, scales_ptr,
+    dk_ptr, dv_ptr, dk_part_ptr, dv_part_ptr, blocks_ptr, keys_ptr, count, notes, scale,
+    score_scale, stride_kt, stride_kh, stride_vt, stride_vh,
+    G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    STAGES: tl.constexpr, PARTS: tl.constexpr, DREST: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """Gradients of one block of keys and values, of a panel's queries; added up over panels."""
+    table = keys_ptr + tl.program_id(0) * 6
+    i_block, i_h = tl.load(table), tl.program_id(1)
+    diagonal, first, at_first = tl.load(table + 1), tl.load(table + 2), tl.load(table + 3)
+    rows, stride = tl.load(table + 4), tl.load(table + 5)
+    token = tl.load(blocks_ptr + i_block * 4)
+    valid = tl.load(blocks_ptr + i_block * 4 + 1)
+    o, o_d, o_v = tl.arange(0, 64), tl.arange(0, DP), tl.arange(0, DVP)
+    grad_scale, unit = tl.load(scales_ptr), tl.load(scales_ptr + 1)
+    share_scale = tl.math.exp2(tl.load(scales_ptr + 2))
+    used_up = _USED_UP * share_scale
+    b_ones = triangle(tl.float32 if tl.float32 == OPERAND else tl.float16)
+    b_k = k_desc.load([i_block * 64, i_h * DP])
+    b_v = v_desc.load([i_block * 64, i_h * DVP])
+    b_dk = tl.zeros([64, DP], tl.float32)
+    b_dv = tl.zeros([64, DVP], tl.float32)
+    part = (i_h.to(tl.int64) * count + i_block) * 64
+    o_dk = o[:, None] * DP + o_d[None, :]
+    o_dv = o[:, None] * DVP + o_v[None, :]
+    if PARTS and diagonal < 0:  # an earlier panel was there
+        b_dk = tl.load(dk_part_ptr + part * DP + o_dk)
+        b_dv = tl.load(dv_part_ptr + part * DVP + o_dv)
+    for g in tl.range(0, G, num_stages=1):
+        i_hq = i_h * G + g
+        if diagonal >= 0:
+            b_q = q_desc.load([i_block * 64, i_hq * DP])
+            b_do = do_desc.load([i_block * 64, i_hq * DVP])
+            at = (i_hq * notes + diagonal) * 64
+            b_left, b_through = left_desc.load([at]), through_desc.load([at])
+            b_drest = b_left
+            if DREST:
+                b_drest = drest_desc.load([(i_hq * count + i_block) * 64])
+            b_a, b_ds, _, _ = break_off_bwd(
+                b_q, b_k, b_v, b_do, b_left, b_through, b_drest, unit, used_up, scale, b_ones,
+                True, DREST, OPERAND,
+            )  # fmt: skip
+            b_dv = tl.dot(tl.trans(b_a), b_do, b_dv, input_precision=FLOAT32)
+            b_dk = tl.dot(tl.trans(b_ds.to(OPERAND)), b_q, b_dk, input_precision=FLOAT32)
+        for r in tl.range(0, rows, num_stages=STAGES):
+            b_q = q_desc.load([(first + r) * 64, i_hq * DP])
+            b_do = do_desc.load([(first + r) * 64, i_hq * DVP])
+            at = (i_hq * notes + at_first + r * stride) * 64
+            b_left, b_through = left_desc.load([at]), through_desc.load([at])
+            b_drest = b_left
+            if DREST:
+                b_drest = drest_desc.load([(i_hq * count + first + r) * 64])
+            b_a, b_ds, _, _ = break_off_bwd(
+                b_q, b_k, b_v, b_do, b_left, b_through, b_drest, unit, used_up, scale, b_ones,
+                False, DREST, OPERAND,
+            )  # fmt: skip
+            b_dv = tl.dot(tl.trans(b_a), b_do, b_dv, input_precision=FLOAT32)
+            b_dk = tl.dot(tl.trans(b_ds.to(OPERAND)), b_q, b_dk, input_precision=FLOAT32)
+    if PARTS:
+        tl.store(dk_part_ptr + part * DP + o_dk, b_dk)
+        tl.store(dv_part_ptr + part * DVP + o_dv, b_dv)
+    # Every panel writes its sum so far: the last one's stays.
+    b_dk *= score_scale / grad_scale
+    b_dv *= 1 / share_scale
+    inside = (o < valid)[:, None]
+    o_dk = i_h * stride_kh + (token.to(tl.int64) + o)[:, None] * stride_kt + o_d[None, :]
+    o_dv = i_h * stride_vh + (token.to(tl.int64) + o)[:, None] * stride_vt + o_v[None, :]
+    tl.store(dk_ptr + o_dk, b_dk.to(dk_ptr.dtype.element_ty), inside & (o_d[None, :] < D))
+    tl.store(dv_ptr + o_dv, b_dv.to(dv_ptr.dtype.element_ty), inside & (o_v[None, :] < DV))
