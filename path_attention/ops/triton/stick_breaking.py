@@ -52,7 +52,12 @@ def triton_stick_breaking(
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """Warps and pipeline depth of the three kernels; registers: of the backward ones, at most."""
+    """Warps and pipeline depth of the three kernels.
+
+    Attributes:
+        chunk: blocks of keys or queries after which the kernels ask whether anything is left.
+        registers: of the backward kernels, at most.
+    """
 
     forward_warps: int
     forward_stages: int
@@ -60,6 +65,7 @@ class Tiles:
     queries_stages: int
     keys_warps: int
     keys_stages: int
+    chunk: int
     registers: int | None
 
 
@@ -73,6 +79,7 @@ def choose_tiles(width: int, dtype: torch.dtype) -> Tiles:
         queries_stages=1 if single else 2,
         keys_warps=4,
         keys_stages=1 if single else 2,
+        chunk=16,
         registers=None,
     )
 
@@ -180,8 +187,8 @@ def _forward(
         stick_fwd_kernel[(c.grid.count, c.heads[0])](
             public(c.q, DP, 64), public(c.k, DP, 64), public(c.v, DVP, 64), rows, kept, rest,
             c.grid.blocks, order, scale * 1.4426950408889634, *strides(rows), c.heads[0],
-            STAGES=c.tiles.forward_stages, LOW=low.dim() == 4, num_warps=c.tiles.forward_warps,
-            **c.constants,
+            STAGES=c.tiles.forward_stages, CHUNK=c.tiles.chunk, LOW=low.dim() == 4,
+            num_warps=c.tiles.forward_warps, **c.constants,
         )  # fmt: skip
     return out, rest, low
 
@@ -281,11 +288,13 @@ def _attend_backward(c: _Call, top: _Top, scale: float, dq: Tensor, dk: Tensor, 
             c.q.new_empty(H, grid.count * BLOCK, width, dtype=torch.float32) for width in (DP, DVP)
         )
     drest = either(top.grad_rest, notes)
-    kinds = dict(DREST=top.grad_rest is not None, D=dq.shape[2], maxnreg=t.registers, **c.constants)
+    reach = grid.blocks.new_empty(HQ, grid.count)  # from which block of keys on anything is left
+    kinds = dict(DREST=top.grad_rest is not None, D=dq.shape[2], CHUNK=t.chunk)
+    kinds |= dict(maxnreg=t.registers, **c.constants)
     scales = (scale * 1.4426950408889634, scale)
     for panel in panels:
         stick_queries_bwd_kernel[(len(panel.queries), HQ)](
-            *descriptors, top.grad_out, top.out, top.low, drest, top.scales, *notes, dq,
+            *descriptors, top.grad_out, top.out, top.low, drest, top.scales, *notes, reach, dq,
             grid.blocks, panel.queries, grid.count, panel.notes, *scales,
             *strides(top.grad_out, top.out, dq),
             STAGES=t.queries_stages, LOW=top.has_low, num_warps=t.queries_warps, **kinds,
@@ -294,9 +303,9 @@ def _attend_backward(c: _Call, top: _Top, scale: float, dq: Tensor, dk: Tensor, 
             TensorDescriptor(x.reshape(-1), [x.numel()], [1], [BLOCK]) for x in (drest, *notes)
         )
         stick_keys_bwd_kernel[(len(panel.keys), H)](
-            *descriptors, *vectors, top.scales, dk, dv, *parts, grid.blocks, panel.keys, grid.count,
-            panel.notes, *scales, *strides(dk, dv), STAGES=t.keys_stages, PARTS=len(panels) > 1,
-            num_warps=t.keys_warps, **kinds,
+            *descriptors, *vectors, reach, top.scales, dk, dv, *parts, grid.blocks, panel.keys,
+            grid.count, panel.notes, *scales, *strides(dk, dv), STAGES=t.keys_stages,
+            PARTS=len(panels) > 1, num_warps=t.keys_warps, **kinds,
         )  # fmt: skip
 
 

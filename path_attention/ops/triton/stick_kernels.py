@@ -1,7 +1,9 @@
 """The kernels of stick-breaking attention; `stick_breaking.py` says how they work together.
 
 Rows of q, k, v and dO are blocks of 64, padded with zeros, so every tile is whole; only the
-diagonal one has a mask. Queries walk from there to the left.
+diagonal one has a mask. Queries walk from there to the left, some blocks of keys (CHUNK) at a time:
+where nothing is left of all 64 sticks, so that shares and gradients are zero in float32, the rest
+of the way is skipped but for the sum that log_remaining is.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from path_attention.ops.triton.primitives import FLOAT32, load_tile
 
 _HIGHEST = tl.constexpr(6e4)  # of a softplus in float16; beyond it nothing is left anyway
 _SHIFT = tl.constexpr(14.0)  # float16 shares are multiplied by 2¹⁴, away from its smallest numbers
+_GONE = tl.constexpr(-150.0)  # log₂ of what is left: shares of it are zero in float32
 _USED_UP = tl.constexpr(2.0**-26)  # of the stick: what is left of δ there is its rounding
 
 
@@ -115,7 +118,7 @@ def stick_fwd_kernel(
     q_desc, k_desc, v_desc, out_ptr, low_ptr, rest_ptr, blocks_ptr, order_ptr, scale,
     stride_ot, stride_oh, stride_rt,
     G: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    STAGES: tl.constexpr, LOW: tl.constexpr, OPERAND: tl.constexpr,
+    STAGES: tl.constexpr, CHUNK: tl.constexpr, LOW: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """One block of queries: output, what rounding takes off it (LOW), log of what remains."""
     i_block, i_hq = tl.load(order_ptr + tl.program_id(0)), tl.program_id(1)
@@ -135,14 +138,23 @@ def stick_fwd_kernel(
     b_a = tl.where(o[:, None] > o[None, :], b_a, 0.0)
     b_acc = tl.dot(b_a.to(OPERAND), b_v, input_precision=FLOAT32)
     b_left = -tl.sum(b_taking, 1)
-    for _ in tl.range(0, index, num_stages=STAGES):
-        row -= 64
-        b_k = k_desc.load([row, i_h * DP])
-        b_s, b_taking, b_behind = break_off(b_q, b_k, scale, b_ones, False, OPERAND)
-        b_a = tl.math.exp2(b_s - b_taking - b_behind + (b_left + shift)[:, None])
-        b_v = v_desc.load([row, i_h * DVP])
-        b_acc = tl.dot(b_a.to(OPERAND), b_v, b_acc, input_precision=FLOAT32)
-        b_left -= tl.sum(b_taking, 1)
+    for start in tl.range(0, index, CHUNK, num_stages=1):
+        steps = tl.minimum(CHUNK, index - start)
+        if tl.max(b_left) > _GONE:
+            for _ in tl.range(0, steps, num_stages=STAGES):
+                row -= 64
+                b_k = k_desc.load([row, i_h * DP])
+                b_s, b_taking, b_behind = break_off(b_q, b_k, scale, b_ones, False, OPERAND)
+                b_a = tl.math.exp2(b_s - b_taking - b_behind + (b_left + shift)[:, None])
+                b_v = v_desc.load([row, i_h * DVP])
+                b_acc = tl.dot(b_a.to(OPERAND), b_v, b_acc, input_precision=FLOAT32)
+                b_left -= tl.sum(b_taking, 1)
+        else:
+            for _ in tl.range(0, steps, num_stages=STAGES):
+                row -= 64
+                b_k = k_desc.load([row, i_h * DP])
+                b_s = tl.dot(b_q, tl.trans(b_k), input_precision=FLOAT32) * scale
+                b_left -= tl.sum(softplus(b_s, tl.float32 == OPERAND), 1)
     if tl.float16 == OPERAND:
         b_acc *= 1.0 / 16384.0
     inside = o < valid
@@ -160,10 +172,11 @@ def stick_fwd_kernel(
 @triton.jit(do_not_specialize=["notes"])
 def stick_queries_bwd_kernel(
     q_desc, k_desc, v_desc, do_desc, do_ptr, out_ptr, low_ptr, drest_ptr, scales_ptr, left_ptr,
-    through_ptr, dq_ptr, blocks_ptr, queries_ptr, count, notes, scale, score_scale,
+    through_ptr, reach_ptr, dq_ptr, blocks_ptr, queries_ptr, count, notes, scale, score_scale,
     stride_dt, stride_dh, stride_ot, stride_oh, stride_qt, stride_qh,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    STAGES: tl.constexpr, LOW: tl.constexpr, DREST: tl.constexpr, OPERAND: tl.constexpr,
+    STAGES: tl.constexpr, CHUNK: tl.constexpr, LOW: tl.constexpr, DREST: tl.constexpr,
+    OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Gradient of one block of a panel's queries; notes at each block of keys."""
     i_block, i_hq = tl.load(queries_ptr + tl.program_id(0) * 2), tl.program_id(1)
@@ -204,19 +217,30 @@ def stick_queries_bwd_kernel(
     b_dq = tl.dot(b_ds.to(OPERAND), b_k, input_precision=FLOAT32)
     b_left -= tl.sum(b_taking, 1)
     b_through -= tl.sum(b_gain, 1)
-    for back in tl.range(1, index + 1, num_stages=STAGES):
-        b_k = k_desc.load([row - back * 64, i_h * DP])
-        b_v = v_desc.load([row - back * 64, i_h * DVP])
-        at = note + (index - back) * 64 + o
-        tl.store(left_ptr + at, b_left)
-        tl.store(through_ptr + at, b_through)
-        _, b_ds, b_taking, b_gain = break_off_bwd(
-            b_q, b_k, b_v, b_do, b_left, b_through, b_drest, unit, used_up, scale, b_ones,
-            False, DREST, OPERAND,
-        )  # fmt: skip
-        b_dq = tl.dot(b_ds.to(OPERAND), b_k, b_dq, input_precision=FLOAT32)
-        b_left -= tl.sum(b_taking, 1)
-        b_through -= tl.sum(b_gain, 1)
+    reach = index
+    for start in tl.range(0, index, CHUNK, num_stages=1):
+        stop = tl.minimum(start + CHUNK, index)
+        if DREST or tl.max(b_left) > _GONE:
+            reach = index - stop
+            for back in tl.range(start, stop, num_stages=STAGES):
+                b_k = k_desc.load([row - 64 - back * 64, i_h * DP])
+                b_v = v_desc.load([row - 64 - back * 64, i_h * DVP])
+                at = note + (index - 1 - back) * 64 + o
+                tl.store(left_ptr + at, b_left)
+                tl.store(through_ptr + at, b_through)
+                _, b_ds, b_taking, b_gain = break_off_bwd(
+                    b_q, b_k, b_v, b_do, b_left, b_through, b_drest, unit, used_up, scale, b_ones,
+                    False, DREST, OPERAND,
+                )  # fmt: skip
+                b_dq = tl.dot(b_ds.to(OPERAND), b_k, b_dq, input_precision=FLOAT32)
+                b_left -= tl.sum(b_taking, 1)
+                b_through -= tl.sum(b_gain, 1)
+        else:
+            for back in tl.range(start, stop, num_stages=1):
+                at = note + (index - 1 - back) * 64 + o
+                tl.store(left_ptr + at, b_left)
+                tl.store(through_ptr + at, b_through)
+    tl.store(reach_ptr + i_hq * count + i_block, reach)
     b_dq *= score_scale / grad_scale
     o_dq = i_hq * stride_qh + (token.to(tl.int64) + o)[:, None] * stride_qt + o_d[None, :]
     m_dq = (o < valid)[:, None] & (o_d[None, :] < D)
@@ -225,11 +249,12 @@ def stick_queries_bwd_kernel(
 
 @triton.jit(do_not_specialize=["notes"])
 def stick_keys_bwd_kernel(
-    q_desc, k_desc, v_desc, do_desc, drest_desc, left_desc, through_desc, scales_ptr,
-    dk_ptr, dv_ptr, dk_part_ptr, dv_part_ptr, blocks_ptr, keys_ptr, count, notes, scale,
+    q_desc, k_desc, v_desc, do_desc, drest_desc, left_desc, through_desc, reach_ptr,
+    scales_ptr, dk_ptr, dv_ptr, dk_part_ptr, dv_part_ptr, blocks_ptr, keys_ptr, count, notes, scale,
     score_scale, stride_kt, stride_kh, stride_vt, stride_vh,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    STAGES: tl.constexpr, PARTS: tl.constexpr, DREST: tl.constexpr, OPERAND: tl.constexpr,
+    STAGES: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, DREST: tl.constexpr,
+    OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one block of keys and values, of a panel's queries; added up over panels."""
     table = keys_ptr + tl.program_id(0) * 6
@@ -238,7 +263,9 @@ def stick_keys_bwd_kernel(
     rows, stride = tl.load(table + 4), tl.load(table + 5)
     token = tl.load(blocks_ptr + i_block * 4)
     valid = tl.load(blocks_ptr + i_block * 4 + 1)
+    index = tl.load(blocks_ptr + i_block * 4 + 2)
     o, o_d, o_v = tl.arange(0, 64), tl.arange(0, DP), tl.arange(0, DVP)
+    o_c = tl.arange(0, CHUNK)
     grad_scale, unit = tl.load(scales_ptr), tl.load(scales_ptr + 1)
     share_scale = tl.math.exp2(tl.load(scales_ptr + 2))
     used_up = _USED_UP * share_scale
@@ -269,20 +296,27 @@ def stick_keys_bwd_kernel(
             )  # fmt: skip
             b_dv = tl.dot(tl.trans(b_a), b_do, b_dv, input_precision=FLOAT32)
             b_dk = tl.dot(tl.trans(b_ds.to(OPERAND)), b_q, b_dk, input_precision=FLOAT32)
-        for r in tl.range(0, rows, num_stages=STAGES):
-            b_q = q_desc.load([(first + r) * 64, i_hq * DP])
-            b_do = do_desc.load([(first + r) * 64, i_hq * DVP])
-            at = (i_hq * notes + at_first + r * stride) * 64
-            b_left, b_through = left_desc.load([at]), through_desc.load([at])
-            b_drest = b_left
-            if DREST:
-                b_drest = drest_desc.load([(i_hq * count + first + r) * 64])
-            b_a, b_ds, _, _ = break_off_bwd(
-                b_q, b_k, b_v, b_do, b_left, b_through, b_drest, unit, used_up, scale, b_ones,
-                False, DREST, OPERAND,
-            )  # fmt: skip
-            b_dv = tl.dot(tl.trans(b_a), b_do, b_dv, input_precision=FLOAT32)
-            b_dk = tl.dot(tl.trans(b_ds.to(OPERAND)), b_q, b_dk, input_precision=FLOAT32)
+        for start in tl.range(0, rows, CHUNK, num_stages=1):
+            steps = tl.minimum(CHUNK, rows - start)
+            reach = index
+            if not DREST:
+                p_reach = reach_ptr + i_hq * count + first + start + o_c
+                reach = tl.min(tl.load(p_reach, o_c < steps, other=index + 1))
+            if reach <= index:
+                for r in tl.range(start, start + steps, num_stages=STAGES):
+                    b_q = q_desc.load([(first + r) * 64, i_hq * DP])
+                    b_do = do_desc.load([(first + r) * 64, i_hq * DVP])
+                    at = (i_hq * notes + at_first + r * stride) * 64
+                    b_left, b_through = left_desc.load([at]), through_desc.load([at])
+                    b_drest = b_left
+                    if DREST:
+                        b_drest = drest_desc.load([(i_hq * count + first + r) * 64])
+                    b_a, b_ds, _, _ = break_off_bwd(
+                        b_q, b_k, b_v, b_do, b_left, b_through, b_drest, unit, used_up, scale,
+                        b_ones, False, DREST, OPERAND,
+                    )  # fmt: skip
+                    b_dv = tl.dot(tl.trans(b_a), b_do, b_dv, input_precision=FLOAT32)
+                    b_dk = tl.dot(tl.trans(b_ds.to(OPERAND)), b_q, b_dk, input_precision=FLOAT32)
     if PARTS:
         tl.store(dk_part_ptr + part * DP + o_dk, b_dk)
         tl.store(dv_part_ptr + part * DVP + o_dv, b_dv)
