@@ -33,7 +33,6 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "blockwise": blockwise,
     "triton": _triton,
 }
-_TRITON_HEAD_SIZE = 128  # more does not fit a device's shared memory
 _UNIT_NORM_TOLERANCE = 1e-3  # of ‖w‖² in float32; a w rounded to 16 bits is renormalised instead
 
 
@@ -107,8 +106,9 @@ def path_attention(
             never see another document's.
         return_lse: also return log Σ_j exp A_ij.
         implementation: "definition" (literal; the oracle), "blockwise" (linear memory, any device),
-            "triton" (fast; NVIDIA GPUs of compute capability 8.0 or more, head sizes up to 128,
-            not float64, one factor a token) or "sdpa" (PyTorch's fused kernels, for neither w nor
+            "triton" (fast; NVIDIA GPUs of compute capability 8.0 or more, head sizes up to 256 in
+            16 bits on data-centre GPUs from Hopper on, else up to 128, not float64, one factor a
+            token) or "sdpa" (PyTorch's fused kernels, for neither w nor
             log_forget; packed documents one by one). None is "sdpa" where nothing is moved, gated
             or packed and no gradient of lse can be asked for; else "triton" where it can run;
             else "blockwise".
@@ -178,12 +178,15 @@ def _triton_lacks(q: Tensor, v: Tensor, w: Tensor | None) -> str | None:
         return f"one Householder factor a token, got {w.shape[3]}"
     if q.dtype == torch.float64:
         return f"bfloat16, float16 or float32, got {q.dtype}"
-    D, DV = q.shape[3], v.shape[3]
-    if max(D, DV) > _TRITON_HEAD_SIZE:
-        return f"head sizes of at most {_TRITON_HEAD_SIZE}, got D = {D} and DV = {DV}"
-    from path_attention.ops.triton.device import device_lacks
+    from path_attention.ops.triton.device import device_lacks, largest_head_size
 
-    return device_lacks(q.device.type, q.device.index)
+    lacks = device_lacks(q.device.type, q.device.index)
+    D, DV = q.shape[3], v.shape[3]
+    if lacks is None:
+        largest = largest_head_size(q.device.type, q.device.index, q.dtype)
+        if max(D, DV) > largest:
+            return f"head sizes of at most {largest}, got D = {D} and DV = {DV}"
+    return lacks
 
 
 def _check_contract(w: Tensor | None, beta: Tensor | None, log_forget: Tensor | None) -> None:

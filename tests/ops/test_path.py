@@ -193,8 +193,6 @@ def test_a_rounded_direction_is_renormalised(dtype):
     ("changed", "message"),
     [
         ({"dtype": torch.float64}, "expected bfloat16, float16 or float32, got torch.float64"),
-        ({"size": (129, 8)}, "expected head sizes of at most 128, got D = 129 and DV = 8"),
-        ({"size": (8, 300)}, "expected head sizes of at most 128, got D = 8 and DV = 300"),
         ({}, "expected an NVIDIA GPU, got tensors on cpu"),
     ],
 )
@@ -203,6 +201,21 @@ def test_triton_is_refused_where_it_cannot_run(changed, message, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     inputs = make_inputs(T, **{"dtype": torch.float32, **changed})
     with pytest.raises(ValueError, match=f"implementation: {message} with 'triton'"):
+        path_attention(*inputs, implementation="triton")
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "message"),
+    [
+        ((129, 8), torch.float32, "at most 128, got D = 129 and DV = 8"),
+        ((8, 300), torch.bfloat16, "at most 256, got D = 8 and DV = 300"),
+    ],
+)
+def test_triton_is_refused_for_large_heads(size, dtype, message, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    inputs = make_inputs(T, size=size, dtype=dtype)
+    with pytest.raises(ValueError, match=f"implementation: expected head sizes of {message}"):
         path_attention(*inputs, implementation="triton")
 
 
@@ -227,10 +240,12 @@ def choose(implementation: str | None = None, *, q=None, w=None, gate=None, **op
     ("q", "capability", "moved", "plain"),
     [
         (tensor_on("cuda:0"), (8, 0), "triton", "sdpa"),
+        (tensor_on("cuda:0", size=256), (9, 0), "triton", "sdpa"),
+        (tensor_on("cuda:0", size=256), (8, 0), "blockwise", "sdpa"),
         (tensor_on("cuda:0", torch.float32, 128), (10, 0), "triton", "sdpa"),
         (tensor_on("cuda:0"), (7, 5), "blockwise", "sdpa"),
         (tensor_on("cuda:0", torch.float64), (9, 0), "blockwise", "blockwise"),
-        (tensor_on("cuda:0", size=129), (9, 0), "blockwise", "sdpa"),
+        (tensor_on("cuda:0", torch.float32, 129), (9, 0), "blockwise", "sdpa"),
         (tensor_on("cuda:0", size=257), (9, 0), "blockwise", "blockwise"),
         (tensor_on("cpu"), (9, 0), "blockwise", "sdpa"),
         (tensor_on("cpu", torch.float64), (9, 0), "blockwise", "sdpa"),
@@ -241,6 +256,8 @@ def test_the_choice(q, capability, moved, plain, monkeypatch):
     monkeypatch.setattr(device, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    memory = {8: 163, 9: 227, 10: 227, 7: 64}[capability[0]] * 1024
+    monkeypatch.setattr(device, "shared_memory", lambda index: memory)
     for _ in range(2):
         assert choose(q=q, w=x(1, T, 1, 64)) == moved
         assert choose(q=q, gate=x(1)) == moved

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from path_attention.ops.triton.primitives import (
     FLOAT32,
+    add_atomically,
     block_row,
     load_tile,
     node,
@@ -51,18 +52,21 @@ def delta_bwd_kernel(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def queries_bwd_kernel(
-    q_desc, q_part_desc, k_desc, v_desc, do_desc, p_desc, ql_ptr, kc_ptr, range_ptr,
-    lse2_ptr, delta_ptr,
-    dqt_ptr, dp_ptr, rows_ptr, blocks_ptr, sequences_ptr, count, queries, keys, nodes, levels,
+    q_desc, q_part_desc, k_desc, v_desc, do_desc, p_desc, ql_ptr, kc_desc, range_ptr,
+    lse2_ptr, delta_ptr, dqt_ptr, dp_ptr, fixed_point, rows_ptr, blocks_ptr, sequences_ptr,
+    count, queries, keys, nodes, levels,
     G: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, PART: tl.constexpr, BN: tl.constexpr,
     STAGES: tl.constexpr, TRANSPORT: tl.constexpr, GATE: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of one block's queries at the block's start; of the left units' transitions."""
+    """Gradient of one block's queries at the start of its pair; of the left units' transitions.
+
+    Without transport no pair is apart, and it is the gradient at the block.
+    """
     i_block = count - 1 - tl.program_id(0)
     i_hq = tl.program_id(1)
     i_h = i_hq // G
     token, _, i, _, _, table = block_row(blocks_ptr, sequences_ptr, i_block, levels)
-    o, o_d, o_n = tl.arange(0, 64), tl.arange(0, DP), tl.arange(0, BN)
+    o, o_d = tl.arange(0, 64), tl.arange(0, DP)
     row = (i_hq.to(tl.int64) * count + i_block) * 64
     b_do = do_desc.load([token, i_hq * DVP])
     b_lse = tl.load(lse2_ptr + row + o)
@@ -72,7 +76,8 @@ def queries_bwd_kernel(
     b_dq = tl.zeros([64, DP], tl.float32)
     b_rows = tl.zeros([64], tl.float32)
     o_part = tl.arange(0, PART)
-    for down in tl.range(0, levels, num_stages=1):
+    first_level: tl.constexpr = 1 if TRANSPORT else 0
+    for down in tl.range(0, levels - first_level, num_stages=1):
         level = levels - 1 - down
         unit = i >> level
         if (unit & 1) == 1:
@@ -93,7 +98,7 @@ def queries_bwd_kernel(
                     for part in tl.range(0, DP, PART, num_stages=1):
                         b_part = q_part_desc.load([at_q * 64, part])
                         b_dp = tl.dot(tl.trans(b_dqx), b_part, input_precision=FLOAT32)
-                        tl.atomic_add(p_dp + part, b_dp, sem="relaxed")
+                        add_atomically(p_dp + part, b_dp, fixed_point)
                     b_p = p_desc.load([here * DP, 0])
                     b_dq = tl.dot(b_dqx, b_p, input_precision=FLOAT32)
             else:
@@ -101,13 +106,13 @@ def queries_bwd_kernel(
                 row_k, column_k = row_v, i_h * DP
             if GATE:
                 b_l = tl.load(ql_ptr + at_q.to(tl.int64) * 64 + o)
-                p_kc = kc_ptr + (i_hq.to(tl.int64) * keys + at_k) * 64 + o_n
+                row_kc = (i_hq * keys + at_k) * 64
             for j in tl.range(0, 64 << level, BN, num_stages=STAGES):
                 b_k = k_desc.load([row_k + j, column_k])
                 b_v = v_desc.load([row_v + j, i_h * DVP])
                 b_s = tl.dot(b_q, tl.trans(b_k), input_precision=FLOAT32) * scale
                 if GATE:
-                    b_s += tl.load(p_kc + j)[None, :]
+                    b_s += kc_desc.load([row_kc + j])[None, :]
                 b_prob = tl.math.exp2(b_s - b_l[:, None])
                 b_dprob = tl.dot(b_do, tl.trans(b_v), input_precision=FLOAT32)
                 b_ds = b_prob * (b_dprob * grad_scale - b_delta[:, None])
@@ -122,13 +127,14 @@ def queries_bwd_kernel(
 @triton.jit(do_not_specialize=_COUNTS)
 def keys_bwd_kernel(
     q_desc, k_desc, k_part_desc, v_desc, do_desc, p_desc, kc_ptr, range_ptr, lse_desc, delta_desc,
-    dkt_ptr, dv_ptr, dp_ptr, columns_ptr, blocks_ptr, sequences_ptr,
+    dkt_ptr, dv_ptr, dp_ptr, fixed_point, columns_ptr, blocks_ptr, sequences_ptr,
     count, queries, keys, nodes, levels,
     G: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, PART: tl.constexpr, BM: tl.constexpr,
     STAGES: tl.constexpr, TRANSPORT: tl.constexpr, GATE: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one block's keys at the block's end, of its values; of the right transitions.
+    """Gradients of one block's keys at the end of its pair, of its values; of right transitions.
 
+    Without transport no pair is apart, and it is the gradient at the block.
     `lse_desc` is lse in base 2 or, with gates, what `gates_fwd_kernel` makes of it for each level.
     """
     i_block, i_h = tl.program_id(0), tl.program_id(1)
@@ -140,7 +146,8 @@ def keys_bwd_kernel(
     b_dk = tl.zeros([64, DP], tl.float32)
     b_dv = tl.zeros([64, DVP], tl.float32)
     o_part = tl.arange(0, PART)
-    for down in tl.range(0, levels, num_stages=1):
+    first_level: tl.constexpr = 1 if TRANSPORT else 0
+    for down in tl.range(0, levels - first_level, num_stages=1):
         level = levels - 1 - down
         unit = i >> level
         right = (unit + 1) << level
@@ -162,7 +169,7 @@ def keys_bwd_kernel(
                     ):  # dPᵀ, a part of k's columns at once
                         b_part = k_part_desc.load([(i_h * keys + at_k) * 64, part])
                         b_dp = tl.dot(tl.trans(b_dkx), b_part, input_precision=FLOAT32)
-                        tl.atomic_add(p_dp + part * DP, b_dp * undo, sem="relaxed")
+                        add_atomically(p_dp + part * DP, b_dp * undo, fixed_point)
                     b_p = p_desc.load([here * DP, 0])
                     b_dk = tl.dot(b_dkx, tl.trans(b_p), input_precision=FLOAT32) * undo
             else:

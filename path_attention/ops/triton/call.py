@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from path_attention.ops.triton.device import shared_memory
 from path_attention.ops.triton.grid import Grid, make_grid
 from path_attention.ops.triton.tiles import Tiles, choose_tiles
 
@@ -102,17 +103,19 @@ def make_call(q, k, v, w, beta, log_forget, lengths: Tensor | None) -> Call:
 def running_sum(x: Tensor) -> Tensor:
     """Running sums of each row, padded to a multiple of 256: of pieces, then of the pieces' totals.
 
-    (One long scan a row would leave most of the device idle.)
+    (One long scan a row would leave most of the device idle.) A NaN stays where it is: what comes
+    after it may be of another sequence.
     """
-    pieces = F.pad(x, (0, -x.shape[1] % 256)).unflatten(1, (-1, 256)).cumsum(2)
-    totals = pieces[:, :, -1]
-    return (pieces + (totals.cumsum(1) - totals)[:, :, None]).flatten(1)
+    pieces = F.pad(x, (0, -x.shape[1] % 256)).unflatten(1, (-1, 256))
+    sums = pieces.nan_to_num(nan=0.0).cumsum(2)
+    totals = sums[:, :, -1]
+    return (sums + (totals.cumsum(1) - totals)[:, :, None] + pieces * 0).flatten(1)
 
 
 def _shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 227 * 1024
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return shared_memory(device.index)
 
 
 def either(x: Tensor | None, default: Tensor) -> Tensor:
@@ -131,6 +134,11 @@ def public(x: Tensor, width: int, rows: int, columns: int | None = None) -> Tens
         x = F.pad(x, (0, width - D)).contiguous()
     shape = [tokens, heads * width]
     return TensorDescriptor(x, shape, [x.stride(0), 1], [rows, columns or width])
+
+
+def vector(x: Tensor, rows: int) -> TensorDescriptor:
+    """Pieces of a contiguous tensor taken as one row: loops prefetch these, but no plain loads."""
+    return TensorDescriptor(x.view(-1), [x.numel()], [1], [rows])
 
 
 def stored(

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 import torch
 
+LARGE_SHARED_MEMORY = 200 * 1024  # data-centre GPUs from Hopper on have 227 KB
 _CAPABILITY = (8, 0)
 
 
@@ -26,3 +27,16 @@ def device_lacks(kind: str, index: int | None) -> str | None:
     if capability < _CAPABILITY:
         return f"a compute capability of at least 8.0, got {'.'.join(map(str, capability))}"
     return None
+
+
+def shared_memory(index: int | None) -> int:
+    """Bytes of shared memory that one program may have on a CUDA device."""
+    return torch.cuda.get_device_properties(index).shared_memory_per_block_optin
+
+
+@torch.compiler.assume_constant_result
+def largest_head_size(kind: str, index: int | None, dtype: torch.dtype) -> int:
+    """The largest D and DV whose tiles fit a device's shared memory."""
+    if dtype == torch.float32 or (kind == "cuda" and shared_memory(index) < LARGE_SHARED_MEMORY):
+        return 128
+    return 256

@@ -16,7 +16,7 @@ _COUNTS = ["count", "queries", "keys", "levels"]
 
 @triton.jit(do_not_specialize=_COUNTS)
 def meet_fwd_kernel(
-    q_desc, k_desc, v_desc, qc_ptr, kc_ptr, range_ptr, acc_ptr, m_ptr, l_ptr, out_ptr, low_ptr,
+    q_desc, k_desc, v_desc, qc_ptr, kc_desc, range_ptr, acc_ptr, m_ptr, l_ptr, out_ptr, low_ptr,
     lse_ptr,
     blocks_ptr, sequences_ptr, count, queries, keys, levels, stride_ot, stride_oh, stride_lt,
     G: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr,
@@ -30,7 +30,7 @@ def meet_fwd_kernel(
     i_hq = tl.program_id(1)
     i_h = i_hq // G
     token, valid, i, _, _, table = block_row(blocks_ptr, sequences_ptr, i_block, levels)
-    o, o_v, o_n = tl.arange(0, 64), tl.arange(0, DVP), tl.arange(0, BN)
+    o, o_v = tl.arange(0, 64), tl.arange(0, DVP)
     row = (i_hq.to(tl.int64) * count + i_block) * 64
     b_m = tl.load(m_ptr + row + o)
     b_l = tl.load(l_ptr + row + o)
@@ -51,7 +51,7 @@ def meet_fwd_kernel(
                 row_k, column_k = row_v, i_h * DP
             if GATE:
                 b_qc = tl.load(qc_ptr + at_q.to(tl.int64) * 64 + o)
-                p_kc = kc_ptr + (i_hq.to(tl.int64) * keys + at_k) * 64 + o_n
+                row_kc = (i_hq * keys + at_k) * 64
                 b_m_below = b_m
                 b_m -= b_qc
                 b_m_start = b_m
@@ -60,7 +60,7 @@ def meet_fwd_kernel(
                 b_s = tl.dot(b_q, tl.trans(b_k), input_precision=FLOAT32)
                 b_v = v_desc.load([row_v + j, i_h * DVP])
                 if GATE:
-                    b_s = b_s * scale + tl.load(p_kc + j)[None, :]
+                    b_s = b_s * scale + kc_desc.load([row_kc + j])[None, :]
                     b_m, b_l, b_acc = softmax_step(b_s, 1.0, b_m, b_l, b_acc, b_v)
                 else:
                     b_m, b_l, b_acc = softmax_step(b_s, scale, b_m, b_l, b_acc, b_v)

@@ -27,7 +27,7 @@ class Grid:
         positions: int64 `[tokens]`, each token's place among the padded rows of all blocks.
         levels: at which some pair of units meets.
         queries, keys: blocks that all levels store.
-        nodes: transitions of complete units, over all levels.
+        nodes: transitions of complete units, over all levels but the first, whose are never formed.
     """
 
     blocks: Tensor
@@ -54,7 +54,7 @@ def make_grid(lengths: tuple[int, ...], device: torch.device) -> Grid:
             row += [queries, keys, nodes]
             queries += (size >> (level + 1) << level) + max(0, size % (2 * unit) - unit)
             keys += (size + unit - 1) >> (level + 1) << level
-            nodes += size >> level
+            nodes += size >> level if level else 0
         rows.append(row)
         first += size
     counts = torch.tensor(sizes)

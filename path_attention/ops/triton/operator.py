@@ -8,13 +8,11 @@ off it, for δ) and log-sum-exp.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from path_attention.ops.gradients import register_gradients
 from path_attention.ops.packing import Packing
@@ -27,17 +25,18 @@ from path_attention.ops.triton.call import (
     Call,
     either,
     make_call,
-    operand_of,
     public,
     running_sum,
     stored,
     strides,
     token_rows,
+    vector,
 )
 from path_attention.ops.triton.forward import meet_fwd_kernel
 from path_attention.ops.triton.local import (
     gates_fwd_kernel,
     local_bwd_kernel,
+    pair_local_bwd_kernel,
     queries_fwd_kernel,
 )
 from path_attention.ops.triton.ranges import backward_ranges, forward_ranges
@@ -45,6 +44,8 @@ from path_attention.ops.triton.transition import (
     block_bwd_kernel,
     block_fwd_kernel,
     keys_fwd_kernel,
+    pair_bwd_kernel,
+    pair_fwd_kernel,
     tree_bwd_kernel,
     tree_fwd_kernel,
 )
@@ -73,9 +74,10 @@ def triton_attention(
     float16 operands (moved queries and keys are scaled into range by powers of two) and float32
     sums; for float32 inputs each is six bfloat16 products. `lse` comes in float32.
 
-    Results repeat bit for bit, but for the gradients of w and β: a transition's gradient is summed
-    by float32 atomics, so they differ by rounding from run to run. Their backward pass therefore
-    raises RuntimeError (or warns) under `torch.use_deterministic_algorithms`.
+    Results repeat bit for bit, but for the gradients of k, w and β: a transition's gradient is
+    summed by float32 atomics, so they differ by rounding from run to run. Under
+    `torch.use_deterministic_algorithms` it is summed in integers, and they repeat too, for twice
+    the memory of that sum.
     """
     lengths = None if packing is None else packing.host_lengths
     if scale < 0:  # the kernels take a maximum before they scale
@@ -89,9 +91,9 @@ class _Moved(NamedTuple):
 
     inverse: Tensor | None  # [H, blocks, 64, 64]
     coefficients: Tensor | None  # E, [H, blocks, 64, 64]
-    g: Tensor | None  # [H, blocks, 64, DP]
-    transitions: Tensor | None  # [H, nodes, DP, DP], float32
-    transitions_operand: Tensor | None  # the same in the operands' dtype, for the backward pass
+    g: Tensor | None  # [H, blocks, 64, DP], a block's transition is I − gᵀ w
+    w: Tensor | None  # the same
+    transitions: Tensor | None  # [H, nodes, DP, DP]
     keys: Tensor | None  # [H, keys, 64, DP]
     queries: Tensor | None  # [HQ, queries, 64, DP]
     key_gates: Tensor | None  # [HQ, keys, 64], decay from the key to its level's border
@@ -115,9 +117,7 @@ def _move(
     """
     grid, t, H, HQ = c.grid, c.tiles, c.H, c.H * c.G
     blocks, DP, w, beta = grid.count, t.DP, c.w, c.beta
-    inverse = coefficients = g = transitions = operand = keys = queries = key_gates = (
-        query_gates
-    ) = None
+    inverse = coefficients = g = wx = transitions = keys = queries = key_gates = query_gates = None
     backward = softmax is None
     common = dict(DP=DP, OPERAND=c.kernel_operand)
     if c.decay is not None:
@@ -131,41 +131,43 @@ def _move(
         inverse = c.empty(H, blocks, 64, 64) if backward else None
         kt = c.empty(H, blocks, 64, DP, dtype=c.operand)
         coefficients = c.empty(H, blocks, 64, 64, dtype=c.operand)
-        g = c.empty(H, blocks, 64, DP, dtype=c.operand)
-        transitions = c.empty(H, max(1, grid.nodes), DP, DP)
-        if backward:
-            operand = torch.empty_like(transitions, dtype=c.operand)
-        tile = t.tree_tile
+        g, wx = (c.empty(H, blocks, 64, DP, dtype=c.operand) for _ in range(2))
+        # A product of transitions takes both parts of each, a move the high part alone.
+        transitions = c.empty(H, max(1, grid.nodes), DP, DP, dtype=c.operand)
+        parts = c.operand != torch.float32
+        g_low, low = (torch.empty_like(x) if parts else x for x in (g, transitions))
         block_fwd_kernel[(blocks, H)](
-            c.k, w, beta, ranges, either(inverse, ranges), kt, coefficients, g, transitions,
-            either(operand, ranges), *c.tables, blocks, grid.nodes, grid.levels,
-            *strides(c.k, w, beta), D=t.D, DC=64, BACKWARD=backward,
-            num_warps=t.block_warps, **common,
+            c.k, w, beta, ranges, either(inverse, ranges), kt, coefficients, g, g_low, wx,
+            *c.tables, blocks, grid.levels, *strides(c.k, w, beta), D=t.D, BACKWARD=backward,
+            num_warps=t.block_warps, maxnreg=t.registers, **common,
         )  # fmt: skip
-        for level in range(1, grid.levels):
-            tree_fwd_kernel[(blocks, H, (DP // tile) ** 2)](
-                transitions, either(operand, ranges), *c.tables, grid.nodes, grid.levels, level,
-                DC=tile, BACKWARD=backward, num_warps=t.tree_warps, **common,
+        if grid.levels > 1:
+            pair_fwd_kernel[(blocks, H)](
+                w, g, g_low, transitions, low, *c.tables, blocks, grid.nodes, grid.levels,
+                *strides(w), D=t.D, num_warps=t.pair_warps, maxnreg=t.registers, **common,
+            )  # fmt: skip
+        for level in range(2, grid.levels):
+            tree_fwd_kernel[(blocks, H, (DP // 64) ** 2)](
+                transitions, low, *c.tables, grid.nodes, grid.levels, level, DP=DP, DC=64,
+                num_warps=t.tree_warps,
             )  # fmt: skip
         keys = c.empty(H, max(1, grid.keys), 64, DP, dtype=c.operand)
         keys_fwd_kernel[(blocks, H)](
-            kt, transitions, keys, *c.tables, blocks, grid.nodes, grid.keys, grid.levels,
-            num_warps=t.walk_warps, **common,
+            kt, g, wx, stored(transitions, c.k, DP, DP), keys, *c.tables, blocks, grid.nodes,
+            grid.keys, grid.levels, num_warps=t.walk_warps, **common,
         )  # fmt: skip
         queries = c.empty(HQ, max(1, grid.queries), 64, DP, dtype=c.operand)
-    moved = _Moved(
-        inverse, coefficients, g, transitions, operand, keys, queries, key_gates, query_gates
-    )
+    moved = _Moved(inverse, coefficients, g, wx, transitions, keys, queries, key_gates, query_gates)
     if softmax is not None or queries is not None:
         acc, m, l = softmax or (ranges,) * 3
-        w = either(w, c.k)
         queries_fwd_kernel[(blocks, HQ)](
-            c.q, c.k, c.v, w, either(c.decay, ranges), either(coefficients, c.q), either(g, c.q),
-            either(transitions, ranges), either(keys, c.q), either(query_gates, ranges),
-            either(key_gates, ranges), ranges, either(queries, c.q), acc, m, l, *c.tables, blocks,
+            c.q, c.k, c.v, either(wx, c.q), either(c.decay, ranges), either(coefficients, c.q),
+            either(g, c.q), stored(transitions, c.k, DP, DP), either(keys, c.q),
+            either(query_gates, ranges), either(key_gates, ranges), ranges, either(queries, c.q),
+            acc, m, l, *c.tables, blocks,
             grid.nodes, grid.queries, grid.keys, grid.levels, c.decay_row,
-            *strides(c.q, c.k, c.v, w), ATTEND=softmax is not None, OPERAND=c.kernel_operand,
-            num_warps=t.walk_warps, **c.sizes, **c.kinds,
+            *strides(c.q, c.k, c.v), ATTEND=softmax is not None, OPERAND=c.kernel_operand,
+            num_warps=t.walk_warps, maxnreg=t.registers, **c.sizes, **c.kinds,
         )  # fmt: skip
     return moved
 
@@ -188,8 +190,7 @@ def _forward(
         return out, lse, lse.new_empty(3), low
     inputs = (q, k, v, w, beta, log_forget)
     with torch.cuda.device_of(q):
-        in_range = w is not None and operand_of(q, w) == torch.float16
-        ranges = forward_ranges(token_rows(q), token_rows(k), scale, in_range)
+        ranges = forward_ranges(token_rows(q), token_rows(k), scale, w is not None)
         for part in _head_parts(q, k, lengths):
             c = make_call(*part.of(*inputs), lengths)
             outputs = (x if x is None else x[:, :, part.queries] for x in (out, _given(low), lse))
@@ -216,9 +217,9 @@ def _attend(c: Call, ranges: Tensor, out: Tensor, low: Tensor | None, lse: Tenso
     meet_fwd_kernel[(blocks, HQ)](
         stored(moved.queries, c.q, t.DP, 64), stored(moved.keys, c.k, t.DP, t.forward_keys),
         public(c.v, t.DVP, t.forward_keys), either(moved.query_gates, ranges),
-        either(moved.key_gates, ranges), ranges, *softmax, out, written_low, lse, *c.tables,
-        blocks, c.grid.queries, c.grid.keys, c.grid.levels, *strides(out), lse.stride(0), DP=t.DP,
-        DV=t.DV, DVP=t.DVP, BN=t.forward_keys, STAGES=t.forward_stages,
+        vector(either(moved.key_gates, m), t.forward_keys), ranges, *softmax, out, written_low, lse,
+        *c.tables, blocks, c.grid.queries, c.grid.keys, c.grid.levels, *strides(out),
+        lse.stride(0), DP=t.DP, DV=t.DV, DVP=t.DVP, BN=t.forward_keys, STAGES=t.forward_stages,
         num_warps=t.forward_warps, LOW=low is not None, **c.kinds,
     )  # fmt: skip
 
@@ -274,8 +275,6 @@ def _backward(
     scale: float,
     lengths: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    if w is not None:
-        _alert_not_deterministic()
     inputs = (q, k, v, w, beta, log_forget)
     grads = _Gradients(
         *(
@@ -286,7 +285,7 @@ def _backward(
     if q.numel() == 0:
         return tuple(torch.zeros_like(x) for x in grads)  # type: ignore[return-value]
     with torch.cuda.device_of(q):
-        in_range = operand_of(q, w) == torch.float16
+        in_range = w is not None or q.dtype == torch.float16
         rows = token_rows(grad_out)
         ranges = backward_ranges(ranges, rows, token_rows(v), grad_lse, scale, in_range)
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
@@ -306,8 +305,8 @@ def _attend_backward(c: Call, ranges: Tensor, top: _Top, grads: _Gradients) -> N
     _blocks_backward(c, moved, ranges, top, partial, grads)
     if c.decay is not None:
         # log f_t is in A_ij for j < t ≤ i.
-        crossing = (partial.rows - partial.columns).flatten(1).double()
-        crossing = running_sum(crossing.flip(1))[:, : crossing.shape[1]].flip(1) * ranges[7]
+        here = (partial.rows - partial.columns).flatten(1).double().flip(1)
+        crossing = running_sum(here)[:, : here.shape[1]].flip(1) * ranges[7]
         crossing = crossing.index_select(1, c.grid.positions)  # [HQ, B·T]
         grads.log_forget.copy_(crossing.T.view_as(grads.log_forget))
 
@@ -318,17 +317,6 @@ def _(grad_out, grad_lse, q, k, v, w, beta, log_forget, out, lse, ranges, low, s
         q.new_empty(0 if x is None else x.shape, dtype=None if x is None else x.dtype)
         for x in (q, k, v, w, beta, log_forget)
     )
-
-
-def _alert_not_deterministic() -> None:
-    if torch.are_deterministic_algorithms_enabled():
-        message = (
-            "path_attention: triton's gradients of w and beta are not bitwise deterministic; "
-            'implementation="blockwise" has ones that are'
-        )
-        if not torch.is_deterministic_algorithms_warn_only_enabled():
-            raise RuntimeError(message)
-        warnings.warn(message, stacklevel=2)
 
 
 class _Gradients(NamedTuple):
@@ -374,47 +362,55 @@ def _prepare_top(c: Call, ranges, out, low, lse, grad_lse, grad_out) -> _Top:
     return _Top(grad_out, delta, lse2)
 
 
+def _transition_sum() -> torch.dtype:
+    return torch.int64 if torch.are_deterministic_algorithms_enabled() else torch.float32
+
+
 def _meet_backward(c: Call, moved: _Moved, ranges: Tensor, top: _Top) -> _Partial:
     grid, t, H, HQ = c.grid, c.tiles, c.H, c.H * c.G
     blocks, DP, DVP = grid.count, t.DP, t.DVP
-    p = either(moved.transitions, ranges)
+    p = either(moved.transitions, c.k)
     gated = (HQ, blocks, 64) if t.gate else (1,)
     partial = _Partial(
         c.empty(HQ, blocks, 64, DP),
         c.empty(H, blocks, 64, DP),
         c.empty(H, blocks, 64, DVP),
-        torch.zeros_like(p) if t.transport else p,
+        torch.zeros_like(p, dtype=_transition_sum()) if t.transport else ranges,
         c.empty(*gated),
         c.empty(*gated).zero_(),
     )
     gates = either(moved.query_gates, ranges), either(moved.key_gates, ranges)
     kinds = dict(DP=DP, DVP=DVP, PART=_PART, OPERAND=c.kernel_operand) | c.kinds
     counts = (blocks, grid.queries, grid.keys, grid.nodes, grid.levels)
-    transitions = stored(moved.transitions_operand, c.k, DP, DP)
+    # Whatever T, |d𝒫| stays below 2¹³ times the number of query rows (score gradients, 2¹²).
+    fixed_point = 2.0 ** (49 - (grid.count * 64 * c.G - 1).bit_length())
+    transitions = stored(moved.transitions, c.k, DP, DP)
     queries_bwd_kernel[(blocks, HQ)](
         stored(moved.queries, c.q, DP, 64), stored(moved.queries, c.q, DP, 64, _PART),
         stored(moved.keys, c.k, DP, t.backward_keys), public(c.v, DVP, t.backward_keys),
-        public(top.grad_out, DVP, 64), transitions, *gates, ranges, top.lse, top.delta, partial.q,
-        partial.transitions, partial.rows, *c.tables, *counts, BN=t.backward_keys,
-        STAGES=t.queries_stages, num_warps=t.queries_warps, maxnreg=t.registers, **kinds,
+        public(top.grad_out, DVP, 64), transitions, gates[0],
+        vector(either(moved.key_gates, top.lse), t.backward_keys), ranges, top.lse, top.delta,
+        partial.q, partial.transitions, fixed_point, partial.rows, *c.tables, *counts,
+        BN=t.backward_keys, STAGES=t.queries_stages, num_warps=t.queries_warps,
+        maxnreg=t.registers, **kinds,
     )  # fmt: skip
     lse, delta = (
-        TensorDescriptor(x.view(-1), [x.numel()], [1], [t.backward_queries])
-        for x in (either(moved.query_gates, top.lse), top.delta)
+        vector(x, t.backward_queries) for x in (either(moved.query_gates, top.lse), top.delta)
     )
     keys_bwd_kernel[(blocks, H)](
         stored(moved.queries, c.q, DP, t.backward_queries), stored(moved.keys, c.k, DP, 64),
         stored(moved.keys, c.k, DP, 64, _PART), public(c.v, DVP, 64),
-        public(top.grad_out, DVP, t.backward_queries), transitions, gates[1], ranges, lse, delta,
-        partial.k, partial.v, partial.transitions, partial.columns, *c.tables, *counts,
-        BM=t.backward_queries, STAGES=t.keys_stages, num_warps=t.keys_warps, maxnreg=t.registers,
-        **kinds,
+        public(top.grad_out, DVP, t.backward_queries), transitions, gates[1], ranges, lse,
+        delta, partial.k, partial.v, partial.transitions, fixed_point, partial.columns,
+        *c.tables, *counts, BM=t.backward_queries, STAGES=t.keys_stages,
+        num_warps=t.keys_warps, maxnreg=t.registers, **kinds,
     )  # fmt: skip
-    tile = t.tree_bwd_tile
-    for level in range(grid.levels - 1, 0, -1) if t.transport else ():
-        tree_bwd_kernel[(blocks, H, (DP // tile) ** 2)](
-            p, partial.transitions, *c.tables, grid.nodes, grid.levels, level, DP=DP, DC=tile,
-            OPERAND=c.kernel_operand, num_warps=t.tree_bwd_warps,
+    if partial.transitions.dtype == torch.int64:
+        partial = partial._replace(transitions=partial.transitions.float() / fixed_point)
+    for level in range(grid.levels - 1, 1, -1) if t.transport else ():
+        tree_bwd_kernel[(blocks, H, (DP // 64) ** 2)](
+            p, partial.transitions, *c.tables, grid.nodes, grid.levels, level, DP=DP, DC=64,
+            OPERAND=c.kernel_operand, num_warps=t.tree_warps,
         )  # fmt: skip
     return partial
 
@@ -428,7 +424,21 @@ def _blocks_backward(
     if t.transport:
         dkl, dwl, dg = (c.empty(H, blocks, 64, DP) for _ in range(3))
         de = c.empty(H, blocks, 64, 64)
-    w = either(c.w, c.k)
+    w = either(moved.w, c.q)
+    if t.transport and grid.levels > 0:
+        pair_bwd_kernel[(blocks, H)](
+            moved.g, w, partial.transitions, moved.keys, moved.queries, partial.k, partial.q, dg,
+            dwl, *c.tables, blocks, grid.nodes, grid.queries, grid.keys, grid.levels, G=c.G,
+            DP=DP, PART=min(DP, 128), OPERAND=c.kernel_operand, num_warps=t.pair_warps,
+            maxnreg=t.registers,
+        )  # fmt: skip
+        gates = either(moved.query_gates, ranges), either(moved.key_gates, ranges)
+        pair_local_bwd_kernel[(blocks, H)](
+            moved.queries, moved.keys, c.v, top.grad_out, *gates, ranges, top.lse, top.delta,
+            partial.q, partial.k, partial.v, partial.rows, partial.columns, *c.tables, blocks,
+            grid.queries, grid.keys, grid.levels, *strides(c.v, top.grad_out), G=c.G, DP=DP,
+            DV=t.DV, DVP=t.DVP, GATE=t.gate, num_warps=t.local_warps,
+        )  # fmt: skip
     dq, dk, dv = (x.flatten(0, 1) for x in (grads.q, grads.k, grads.v))
     for g in range(c.G):
         local_bwd_kernel[(blocks, H)](
@@ -436,17 +446,16 @@ def _blocks_backward(
             either(moved.coefficients, c.q), either(moved.g, c.q), ranges, top.lse, top.delta,
             partial.q, partial.k, partial.v, partial.rows, partial.columns, dq, dk, dv, dkl, de,
             dg, dwl, *c.tables, blocks,
-            grid.levels, c.decay_row, g, *strides(c.q, c.k, c.v, w, top.grad_out, dq, dk, dv),
+            grid.levels, c.decay_row, g, *strides(c.q, c.k, c.v, top.grad_out, dq, dk, dv),
             num_warps=t.local_warps, OPERAND=c.kernel_operand, **c.sizes, **c.kinds,
         )  # fmt: skip
     if c.w is None or c.beta is None:
         return
     dw, dbeta = grads.w.flatten(0, 1), grads.beta.flatten(0, 1)
     block_bwd_kernel[(blocks, H)](
-        c.k, c.w, c.beta, moved.inverse, moved.coefficients, moved.g, ranges, partial.k, dkl, de,
-        dg, dwl, partial.transitions, dk, dw, dbeta, *c.tables, blocks, grid.nodes, grid.levels,
-        *strides(c.k, c.w, c.beta, dk, dw, dbeta), D=t.D, DP=DP, OPERAND=c.kernel_operand,
-        num_warps=t.block_bwd_warps,
+        c.k, w, c.beta, moved.inverse, moved.coefficients, ranges, partial.k, dkl, de, dg, dwl,
+        dk, dw, dbeta, *c.tables, blocks, grid.levels, *strides(c.k, c.beta, dk, dw, dbeta),
+        D=t.D, DP=DP, OPERAND=c.kernel_operand, num_warps=t.block_bwd_warps,
     )  # fmt: skip
 
 

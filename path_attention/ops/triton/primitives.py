@@ -67,6 +67,25 @@ def dot_exact(a, b, OPERAND: tl.constexpr):
 
 
 @triton.jit
+def reflect(b_x, b_a, b_b, OPERAND: tl.constexpr):
+    """x (I − Aᵀ B) for rows x, in float32: the move through one block, by its 64 factors."""
+    b_xa = tl.dot(b_x.to(OPERAND), tl.trans(b_a), input_precision=FLOAT32).to(OPERAND)
+    return b_x.to(tl.float32) - tl.dot(b_xa, b_b, input_precision=FLOAT32)
+
+
+@triton.jit
+def add_atomically(p, b_x, fixed_point):
+    """Add a float32 tile to memory that others add to: rounded sums, or exact ones of integers.
+
+    Integers count units of 1 / fixed_point; their sum does not depend on the order.
+    """
+    if p.dtype.element_ty == tl.int64:
+        tl.atomic_add(p, (b_x * fixed_point).to(tl.int64), sem="relaxed")
+    else:
+        tl.atomic_add(p, b_x, sem="relaxed")
+
+
+@triton.jit
 def range_of(x):
     """A power of two that brings a tile's largest entry to about 1; 1 for a zero tile."""
     largest = tl.max(tl.abs(x))

@@ -6,13 +6,16 @@ from dataclasses import dataclass
 
 import torch
 
+from path_attention.ops.triton.device import LARGE_SHARED_MEMORY
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
     """What the kernels of one call are compiled for.
 
     Attributes:
-        D, DV: head sizes; DP, DVP: padded to 64 or 128 (tiles 16 wide gave wrong results on sm_90).
+        D, DV: head sizes; DP, DVP: padded to 64, 128 or 256 (tiles 16 wide gave wrong results on
+            sm_90).
         transport, gate: compiled in or out.
         registers: of the backward loops, at most: 168 let three programs share a multiprocessor.
         forward_keys: keys a step of the forward loop; backward_keys, backward_queries: of the two
@@ -35,10 +38,8 @@ class Tiles:
     keys_warps: int
     keys_stages: int
     registers: int | None
-    tree_tile: int
+    pair_warps: int
     tree_warps: int
-    tree_bwd_tile: int
-    tree_bwd_warps: int
     walk_warps: int
     block_warps: int
     local_warps: int
@@ -53,7 +54,8 @@ def choose_tiles(
     wide = max(DP, DVP)
     single = dtype == torch.float32
     # Matrix units that read shared memory come with more of it (from Hopper on).
-    large = wide <= 64 and not single and shared_memory > 200 * 1024
+    large = wide <= 64 and not single and shared_memory > LARGE_SHARED_MEMORY
+    warps = 4 if wide <= 128 else 8
     return Tiles(
         D=D,
         DV=DV,
@@ -62,21 +64,19 @@ def choose_tiles(
         transport=transport,
         gate=gate,
         forward_keys=128 if large else 64,
-        forward_warps=4,
-        forward_stages=2 if wide <= 64 else 3,
+        forward_warps=warps,
+        forward_stages={64: 2, 128: 3, 256: 2}[wide],
         backward_keys=64,
-        queries_warps=4,
-        queries_stages=3 if wide <= 64 else 2,
+        queries_warps=warps,
+        queries_stages={64: 3, 128: 2, 256: 1}[wide],
         backward_queries=64,
-        keys_warps=4,
-        keys_stages=3 if wide <= 64 else 2,
+        keys_warps=warps,
+        keys_stages={64: 3, 128: 2, 256: 1}[wide],
         registers=168 if large else None,
-        tree_tile=64 if DP <= 64 else 128,
-        tree_warps=4 if DP <= 64 else 8,
-        tree_bwd_tile=64,
-        tree_bwd_warps=4,
-        walk_warps=4,
-        block_warps=4,
-        local_warps=4,
-        block_bwd_warps=4,
+        pair_warps=4 if DP <= 64 else 8,
+        tree_warps=4,
+        walk_warps=warps,
+        block_warps=warps,
+        local_warps=warps,
+        block_bwd_warps=warps,
     )

@@ -111,7 +111,17 @@ def test_long(T, encoding):
         (128, 128),
         *(
             pytest.param(size, marks=pytest.mark.slow)
-            for size in [(32, 32), (80, 80), (96, 96), (64, 128), (128, 64), (1, 3)]
+            for size in [
+                (32, 32),
+                (80, 80),
+                (96, 96),
+                (64, 128),
+                (128, 64),
+                (1, 3),
+                (256, 256),
+                (192, 64),
+                (64, 200),
+            ]
         ),
     ],
 )
@@ -294,6 +304,20 @@ def test_a_hundred_gradients_are_one(encoding):
         assert torch.equal(call(*x), out)
         again = torch.autograd.grad(out.square().sum(), x, retain_graph=True)
         assert_equal_gradients(first, again, x)
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (2, 2)])
+def test_a_hundred_deterministic_gradients_are_one(heads):
+    x = leaves(make("path_fox", 1000, B=2, heads=heads))
+    torch.use_deterministic_algorithms(True)
+    try:
+        out = call(*x)
+        first = torch.autograd.grad(out.square().sum(), x, retain_graph=True)
+        for _ in range(99):
+            again = torch.autograd.grad(out.square().sum(), x, retain_graph=True)
+            assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("encoding", ["path_fox", "nope"])

@@ -72,7 +72,7 @@ def test_what_is_stored_fills_its_tables_without_overlap(lengths):
     for s in sequences(grid):
         queries += [s.stored(i, level, 0) for i, level in s.blocks() if s.right(i, level)]
         keys += [s.stored(i, level, 1) for i, level in s.blocks() if s.left(i, level)]
-        nodes += [s.node(u, level) for level in range(s.levels) for u in range(s.size >> level)]
+        nodes += [s.node(u, level) for level in range(1, s.levels) for u in range(s.size >> level)]
     assert sorted(queries) == list(range(grid.queries))
     assert sorted(keys) == list(range(grid.keys))
     assert sorted(nodes) == list(range(grid.nodes))
@@ -115,7 +115,7 @@ def test_levels_and_linear_size(length, levels):
     grid = make_grid((length,), CPU)
     assert grid.levels == levels
     blocks = -(-length // BLOCK)
-    assert grid.nodes <= 2 * blocks
+    assert grid.nodes <= blocks
     # A block's queries are stored once for each set bit of its index, its keys for each clear one.
     assert grid.queries + grid.keys <= levels * blocks
     assert grid.queries == sum(i.bit_count() for i in range(blocks))
