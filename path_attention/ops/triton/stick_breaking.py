@@ -259,20 +259,19 @@ class _Top(NamedTuple):
 
 
 def _scales(grad_out: Tensor, grad_rest: Tensor | None, v: Tensor) -> Tensor:
-    """Powers of two that keep 16-bit parts of the backward pass in range, float32 [3].
+    """Powers of two that keep float16 parts of the backward pass in range, float32 [3].
 
-    What gains A dA and score gradients are multiplied by, so that none exceeds float16's range; of
-    that, the factor of dA; and log₂ of the shares' own (together they make the first).
+    What gains A dA and score gradients are multiplied by, so that none exceeds 2¹⁵; of that, the
+    factor of dA; and log₂ of the shares' own (together they make the first).
     """
     one = grad_out.new_ones(1, dtype=torch.float32)
-    if grad_out.dtype == torch.float32:
+    if grad_out.dtype != torch.float16:
         return torch.cat([one, one, 0 * one])
     most = 2 * v.shape[3] * grad_out.abs().amax().float() * v.abs().amax().float()
     if grad_rest is not None:
         most = most + grad_rest.abs().amax()
     gains = torch.where(most > 0, (2**15 / most).log2().floor(), 0 * one)
-    shares = gains if grad_out.dtype == torch.bfloat16 else 14 * one
-    return torch.cat([gains.exp2(), (gains - shares).exp2(), shares])
+    return torch.cat([gains.exp2(), (gains - 14).exp2(), 14 * one])
 
 
 def _attend_backward(c: _Call, top: _Top, scale: float, dq: Tensor, dk: Tensor, dv: Tensor) -> None:

@@ -53,17 +53,30 @@ def softplus(b_s, EXACT: tl.constexpr):
 def triangle(DTYPE: tl.constexpr):
     """[64, 64]: 1 where the row is behind the column."""
     o = tl.arange(0, 64)
-    return (o[:, None] > o[None, :]).to(DTYPE)
+    return tl.where(o[:, None] > o[None, :], 1.0, 0.0).to(DTYPE)
+
+
+@triton.jit
+def rounded(b_x, DTYPE: tl.constexpr):
+    """b_x to a 16-bit dtype's nearest number and back (bfloat16: in two integer operations, where a
+    conversion of single numbers would take as long as an exponential)."""
+    if tl.bfloat16 == DTYPE:
+        b_bits = (b_x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000
+        b_x = b_bits.to(tl.float32, bitcast=True)
+    else:
+        b_x = b_x.to(DTYPE).to(tl.float32)
+    return b_x
 
 
 @triton.jit
 def behind(b_x, b_triangle, TERMS: tl.constexpr):
     """For each column the sum of those behind it; b_x as a sum of TERMS 16-bit numbers."""
-    b_high = b_x.to(b_triangle.dtype)
-    b_sum = tl.dot(b_high, b_triangle, input_precision=FLOAT32)
+    b_high = b_x
     if TERMS == 2:
-        b_low = (b_x - b_high.to(tl.float32)).to(b_triangle.dtype)
-        b_sum = tl.dot(b_low, b_triangle, b_sum)
+        b_high = rounded(b_x, b_triangle.dtype)
+    b_sum = tl.dot(b_high.to(b_triangle.dtype), b_triangle, input_precision=FLOAT32)
+    if TERMS == 2:
+        b_sum = tl.dot((b_x - b_high).to(b_triangle.dtype), b_triangle, b_sum)
     return b_sum
 
 
@@ -82,32 +95,40 @@ def break_off(b_q, b_k, scale, b_ones, DIAGONAL: tl.constexpr, OPERAND: tl.const
 
 
 @triton.jit
-def break_off_bwd(
-    b_q, b_k, b_v, b_do, b_left, b_through, b_drest, unit, used_up, scale, b_ones,
-    DIAGONAL: tl.constexpr, DREST: tl.constexpr, OPERAND: tl.constexpr,
-):  # fmt: skip
-    """A tile's shares, score gradients, −log₂(1 − σ) and gains A dA; the latter three float32.
+def shares_of(
+    b_q, b_k, b_left, used_up, scale, b_ones, DIAGONAL: tl.constexpr, OPERAND: tl.constexpr
+):
+    """A tile's shares A, σ, σ where the stick is not used up, and row sums of −log₂(1 − σ).
 
-    b_left, b_through: what the keys behind the tile left, of the stick (log₂) and of δ. Shares and
-    gains come multiplied by what `_scales` chose for the dtype.
+    b_left: log₂ of what the keys behind the tile left, times what `_scales` chose.
     """
     b_s, b_taking, b_behind = break_off(b_q, b_k, scale, b_ones, DIAGONAL, OPERAND)
+    b_taken = tl.sum(b_taking, 1)
     b_beta = tl.math.exp2(b_s - b_taking)
     if DIAGONAL:
         o = tl.arange(0, 64)
         b_beta = tl.where(o[:, None] > o[None, :], b_beta, 0.0)
     b_stick = tl.math.exp2(b_left[:, None] - b_behind)
-    b_a = (b_beta * b_stick).to(OPERAND)
-    b_used = tl.where(b_stick > used_up, b_beta, 0.0)
+    b_used = tl.where(b_stick <= used_up, 0.0, b_beta)  # NaN stays
+    return b_beta * b_stick, b_beta, b_used, b_taken
+
+
+@triton.jit
+def score_gradients(
+    b_a, b_beta, b_used, b_v, b_do, b_through, b_drest, unit, b_ones, DREST: tl.constexpr,
+    OPERAND: tl.constexpr,
+):  # fmt: skip
+    """dS of a tile, and row sums of the gains A dA; b_through: what the keys behind left of δ."""
     b_gain = tl.dot(b_do, tl.trans(b_v), input_precision=FLOAT32)
     if tl.float16 == OPERAND:
         b_gain *= unit
-    b_gain *= b_a.to(tl.float32)
-    b_through = b_through[:, None] - behind(b_gain, b_ones, 2 if tl.float16 == OPERAND else 1)
+    b_gain *= rounded(b_a, OPERAND)
+    b_gained = tl.sum(b_gain, 1)
+    b_through = b_through[:, None] - behind(b_gain, b_ones, 1 if tl.float32 == OPERAND else 2)
     b_ds = b_gain - b_used * b_through
     if DREST:
         b_ds -= b_beta * b_drest[:, None]
-    return b_a, b_ds, b_taking, b_gain
+    return b_ds, b_gained
 
 
 # --- Kernels -------------------------------------------------------------------------------------
@@ -190,6 +211,7 @@ def stick_queries_bwd_kernel(
     share_scale = tl.math.exp2(tl.load(scales_ptr + 2))
     used_up = _USED_UP * share_scale
     b_ones = triangle(tl.float32 if tl.float32 == OPERAND else tl.float16)
+    b_gain_ones = triangle(OPERAND)
     row = i_block * 64
     b_q = q_desc.load([row, i_hq * DP])
     b_do = do_desc.load([row, i_hq * DVP])
@@ -207,16 +229,18 @@ def stick_queries_bwd_kernel(
     b_v = v_desc.load([row, i_h * DVP])
     tl.store(left_ptr + note + index * 64 + o, b_left)
     tl.store(through_ptr + note + index * 64 + o, b_through)
-    _, b_ds, b_taking, b_gain = break_off_bwd(
-        b_q, b_k, b_v, b_do, b_left, b_through, b_drest, unit, used_up, scale,
-        b_ones, True, DREST, OPERAND,
-    )  # fmt: skip
+    b_a, b_beta, b_used, b_taken = shares_of(
+        b_q, b_k, b_left, used_up, scale, b_ones, True, OPERAND
+    )
+    b_ds, b_gained = score_gradients(
+        b_a, b_beta, b_used, b_v, b_do, b_through, b_drest, unit, b_gain_ones, DREST, OPERAND
+    )
     # (Loaded again: the compiler of Triton 3.6 trips over one load that two products outside of a
     # loop read, one of them transposed.)
     b_k = k_desc.load([row, i_h * DP])
     b_dq = tl.dot(b_ds.to(OPERAND), b_k, input_precision=FLOAT32)
-    b_left -= tl.sum(b_taking, 1)
-    b_through -= tl.sum(b_gain, 1)
+    b_left -= b_taken
+    b_through -= b_gained
     reach = index
     for start in tl.range(0, index, CHUNK, num_stages=1):
         stop = tl.minimum(start + CHUNK, index)
@@ -228,13 +252,25 @@ def stick_queries_bwd_kernel(
                 at = note + (index - 1 - back) * 64 + o
                 tl.store(left_ptr + at, b_left)
                 tl.store(through_ptr + at, b_through)
-                _, b_ds, b_taking, b_gain = break_off_bwd(
-                    b_q, b_k, b_v, b_do, b_left, b_through, b_drest, unit, used_up, scale, b_ones,
-                    False, DREST, OPERAND,
-                )  # fmt: skip
+                b_a, b_beta, b_used, b_taken = shares_of(
+                    b_q, b_k, b_left, used_up, scale, b_ones, False, OPERAND
+                )
+                b_ds, b_gained = score_gradients(
+                    b_a,
+                    b_beta,
+                    b_used,
+                    b_v,
+                    b_do,
+                    b_through,
+                    b_drest,
+                    unit,
+                    b_gain_ones,
+                    DREST,
+                    OPERAND,
+                )
                 b_dq = tl.dot(b_ds.to(OPERAND), b_k, b_dq, input_precision=FLOAT32)
-                b_left -= tl.sum(b_taking, 1)
-                b_through -= tl.sum(b_gain, 1)
+                b_left -= b_taken
+                b_through -= b_gained
         else:
             for back in tl.range(start, stop, num_stages=1):
                 at = note + (index - 1 - back) * 64 + o
@@ -270,6 +306,7 @@ def stick_keys_bwd_kernel(
     share_scale = tl.math.exp2(tl.load(scales_ptr + 2))
     used_up = _USED_UP * share_scale
     b_ones = triangle(tl.float32 if tl.float32 == OPERAND else tl.float16)
+    b_gain_ones = triangle(OPERAND)
     b_k = k_desc.load([i_block * 64, i_h * DP])
     b_v = v_desc.load([i_block * 64, i_h * DVP])
     b_dk = tl.zeros([64, DP], tl.float32)
@@ -290,11 +327,23 @@ def stick_keys_bwd_kernel(
             b_drest = b_left
             if DREST:
                 b_drest = drest_desc.load([(i_hq * count + i_block) * 64])
-            b_a, b_ds, _, _ = break_off_bwd(
-                b_q, b_k, b_v, b_do, b_left, b_through, b_drest, unit, used_up, scale, b_ones,
-                True, DREST, OPERAND,
-            )  # fmt: skip
-            b_dv = tl.dot(tl.trans(b_a), b_do, b_dv, input_precision=FLOAT32)
+            b_a, b_beta, b_used, _ = shares_of(
+                b_q, b_k, b_left, used_up, scale, b_ones, True, OPERAND
+            )
+            b_dv = tl.dot(tl.trans(b_a.to(OPERAND)), b_do, b_dv, input_precision=FLOAT32)
+            b_ds, _ = score_gradients(
+                b_a,
+                b_beta,
+                b_used,
+                b_v,
+                b_do,
+                b_through,
+                b_drest,
+                unit,
+                b_gain_ones,
+                DREST,
+                OPERAND,
+            )
             b_dk = tl.dot(tl.trans(b_ds.to(OPERAND)), b_q, b_dk, input_precision=FLOAT32)
         for start in tl.range(0, rows, CHUNK, num_stages=1):
             steps = tl.minimum(CHUNK, rows - start)
@@ -311,11 +360,23 @@ def stick_keys_bwd_kernel(
                     b_drest = b_left
                     if DREST:
                         b_drest = drest_desc.load([(i_hq * count + first + r) * 64])
-                    b_a, b_ds, _, _ = break_off_bwd(
-                        b_q, b_k, b_v, b_do, b_left, b_through, b_drest, unit, used_up, scale,
-                        b_ones, False, DREST, OPERAND,
-                    )  # fmt: skip
-                    b_dv = tl.dot(tl.trans(b_a), b_do, b_dv, input_precision=FLOAT32)
+                    b_a, b_beta, b_used, _ = shares_of(
+                        b_q, b_k, b_left, used_up, scale, b_ones, False, OPERAND
+                    )
+                    b_dv = tl.dot(tl.trans(b_a.to(OPERAND)), b_do, b_dv, input_precision=FLOAT32)
+                    b_ds, _ = score_gradients(
+                        b_a,
+                        b_beta,
+                        b_used,
+                        b_v,
+                        b_do,
+                        b_through,
+                        b_drest,
+                        unit,
+                        b_gain_ones,
+                        DREST,
+                        OPERAND,
+                    )
                     b_dk = tl.dot(tl.trans(b_ds.to(OPERAND)), b_q, b_dk, input_precision=FLOAT32)
     if PARTS:
         tl.store(dk_part_ptr + part * DP + o_dk, b_dk)
