@@ -7,6 +7,7 @@ same UT transform; what was a tree of units is a state that goes from block to b
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +21,9 @@ from path_attention.ops.arguments import (
     unit_directions,
 )
 from path_attention.ops.definition import apply_factors
+from path_attention.ops.gradients import register_gradients
 from path_attention.ops.packing import Packing
-from path_attention.ops.sequences import Group, Heads, gather, make_groups, scatter
+from path_attention.ops.sequences import Group, Heads, gather, make_groups, scatter, to_heads
 
 BLOCK = 64
 _LOWEST_LOG_FORGET = -1e30  # as good as −∞, and its sums stay finite
@@ -58,12 +60,12 @@ def linear_attention(
             a state of its own.
         implementation: "definition" (literal, quadratic in T; the oracle), "recurrent" (token by
             token: the least memory and work for a few tokens) or "chunked" (blocks of 64 tokens;
-            linear memory). None is "recurrent" for a single token, else "chunked". All run on any
-            device; their gradients are autograd's, of every order.
+            linear memory, its own backward). None is "recurrent" for a single token, else
+            "chunked". All run on any device.
 
     Returns:
         `[B, T, HQ, DV]` in q's dtype, and the state after the last token, shaped and typed as
-        `state` is.
+        `state` is. Both are differentiable ("chunked": once).
 
     Raises:
         ValueError: naming the argument, what came, and what was expected.
@@ -198,55 +200,186 @@ def _stack(out: list[Tensor], q: Tensor, v: Tensor, HQ: int) -> Tensor:
 
 def _chunked(q, k, v, w, beta, log_forget, scale, state, packing) -> tuple[Tensor, Tensor]:
     """Blocks of 64 tokens; w `[B, T, H, n, D]`, state `[N, H, G, DV, D]`."""
-    B, T, HQ, _ = q.shape
-    out, after = q.new_empty(B, T, HQ, v.shape[3]), state
     if w is not None and beta is not None:
         w, beta = w.flatten(2, 3), beta.flatten(2, 3)
-    cu_seqlens = None if packing is None else packing.cu_seqlens
+    borders = None if packing is None else packing.cu_seqlens
+    return _forward(q, k, v, w, beta, log_forget, state, scale, borders)
+
+
+@torch.library.custom_op("path_attention::linear", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor | None,
+    beta: Tensor | None,
+    log_forget: Tensor | None,
+    state: Tensor,
+    scale: float,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    B, T, HQ, _ = q.shape
+    out, last = q.new_empty(B, T, HQ, v.shape[3]), state.clone()
     for group in make_groups(cu_seqlens, B, T, BLOCK):
+        documents = slice(None) if group.documents is None else group.documents
         x = gather(group, q, k, v, w, beta, log_forget)
-        before = state if group.documents is None else state[group.documents]
-        part, last = _chunked_group(group, x, scale, before.flatten(0, 1))
-        scatter(group, out, part)
-        last = last.unflatten(0, before.shape[:2])
-        places = group.documents
-        after = last if places is None else after.index_copy(0, places, last)
-    return out, after
+        blocks = _solve(group, x, state[documents].flatten(0, 1))
+        scatter(group, out, scale * _outputs(blocks))
+        last[documents] = blocks.last.view_as(last[documents])
+    return out, last
 
 
-def _chunked_group(group: Group, x: Heads, scale: float, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Output `[N, L·G, DV]` and last state `[N, G, DV, D]` of one group, from its first states."""
-    n, G = group.block, state.shape[1]
-    blocks = group.length // n
-    q, k, v = (y.unflatten(1, (blocks, -1)) for y in (x.q, x.k, x.v))
+@_forward.register_fake
+def _(q, k, v, w, beta, log_forget, state, scale, cu_seqlens):
+    return q.new_empty(*q.shape[:3], v.shape[3]), torch.empty_like(state)
+
+
+@torch.library.custom_op("path_attention::linear_backward", mutates_args=())
+def _backward(
+    grad_out: Tensor,
+    grad_last: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor | None,
+    beta: Tensor | None,
+    log_forget: Tensor | None,
+    state: Tensor,
+    out: Tensor,
+    last: Tensor,
+    scale: float,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    B, T, H, _ = k.shape
+    inputs = (q, k, v, w, beta, log_forget)
+    grads = [q.new_empty(0 if x is None else x.shape) for x in inputs]
+    grad_state = torch.zeros_like(state) if grad_last is None else grad_last.clone()
+    with torch.autocast(q.device.type, enabled=False):
+        for group in make_groups(cu_seqlens, B, T, BLOCK):
+            documents = slice(None) if group.documents is None else group.documents
+            x = gather(group, *inputs)
+            blocks = _solve(group, x, state[documents].flatten(0, 1))
+            dout = scale * to_heads(group, grad_out, H)
+            parts, dstate = _blocks_backward(blocks, dout, grad_state[documents].flatten(0, 1))
+            grad_state[documents] = dstate.view_as(grad_state[documents])
+            for grad, part in zip(grads, parts, strict=True):
+                if part is not None:
+                    scatter(group, grad if grad.dim() == 4 else grad[..., None], part)
+    return (*grads, grad_state)  # type: ignore[return-value]
+
+
+@_backward.register_fake
+def _(
+    grad_out, grad_last, q, k, v, w, beta, log_forget, state, out, last, scale, cu_seqlens
+):  # fmt: skip
+    inputs = (q, k, v, w, beta, log_forget)
+    grads = (q.new_empty(0 if x is None else x.shape) for x in inputs)
+    return (*grads, torch.empty_like(state))
+
+
+register_gradients(_forward, _backward, "linear attention's chunked")
+
+
+class _Blocks(NamedTuple):
+    """A group, solved: N sequences × key heads, U blocks of n tokens, G query heads each."""
+
+    block: ut_transform.Block
+    v: Tensor  # [N, U, n, DV]
+    log_forget: Tensor | None  # [N, U, n, G]
+    weights: Tensor  # [N, U, n·G, n]
+    q: Tensor  # [N, U, G, n, D] at the block's start, times the gates since
+    k: Tensor  # [N, U, 1, n, D] at its end
+    values: Tensor  # [N, U, 1 or G, DV, n], times the gates to the block's end
+    transition: Tensor | None  # [N, U, 1, D, D]
+    from_start: Tensor | None  # [N, U, G, n] products of gates
+    to_end: Tensor | None
+    before: Tensor  # [N, U, G, DV, D] states
+    last: Tensor  # [N, G, DV, D]
+
+
+def _solve(group: Group, x: Heads, state: Tensor) -> _Blocks:
+    n, G, count = group.block, state.shape[1], group.length // group.block
+    q, k, v = (y.unflatten(1, (count, -1)) for y in (x.q, x.k, x.v))
     w, beta, log_forget = (
-        None if y is None else y.unflatten(1, (blocks, -1)) for y in (x.w, x.beta, x.log_forget)
+        None if y is None else y.unflatten(1, (count, -1)) for y in (x.w, x.beta, x.log_forget)
     )
     block = ut_transform.solve(q, k, w, beta)
-    inside = ut_transform.weigh(block, log_forget) @ v
+    weights = ut_transform.weigh(block, log_forget)
     q, k, transition = ut_transform.move(block)
-    q = q.unflatten(2, (n, G)).transpose(2, 3)  # [N, U, G, n, D]
-    values = v[:, :, None].mT  # [N, U, 1 or G, DV, n]
-    kept = None
+    q, k = q.unflatten(2, (n, G)).transpose(2, 3), k[:, :, None]
+    transition = None if transition is None else transition[:, :, None]
+    values, from_start, to_end = v[:, :, None].mT, None, None
     if log_forget is not None:
-        log_forget = log_forget.mT  # [N, U, G, n]
-        from_start = log_forget.cumsum(-1)
-        after = F.pad(log_forget[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
-        q = q * from_start.exp()[..., None]
-        values = values * after.exp()[..., None, :]
-        kept = from_start[..., -1, None, None].exp()  # [N, U, G, 1, 1]
-    added = values @ k[:, :, None]  # [N, U, 1 or G, DV, D]
-    before = []
-    for u in range(q.shape[1]):
+        gates = log_forget.mT  # [N, U, G, n]
+        from_start = gates.cumsum(-1).exp_()
+        to_end = F.pad(gates[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1).exp_()
+        q, values = q * from_start[..., None], values * to_end[..., None, :]
+    added, before = values @ k, []
+    for u in range(count):
         before.append(state)
         if transition is not None:
-            state = state @ transition[:, u, None]
-        if kept is not None:
-            state = state * kept[:, u]
+            state = state @ transition[:, u]
+        if from_start is not None:
+            state = state * from_start[:, u, :, -1, None, None]
         state = state + added[:, u]
-    across = q @ torch.stack(before, 1).mT  # [N, U, G, n, DV]
-    out = scale * (inside + across.transpose(2, 3).flatten(2, 3))
-    return out.flatten(1, 2), state
+    return _Blocks(
+        block,
+        v,
+        log_forget,
+        weights,
+        q,
+        k,
+        values,
+        transition,
+        from_start,
+        to_end,
+        torch.stack(before, 1),
+        state,
+    )
+
+
+def _outputs(x: _Blocks) -> Tensor:
+    """[N, L·G, DV]: from the keys of the block, and from the state before it."""
+    across = x.q @ x.before.mT  # [N, U, G, n, DV]
+    return (x.weights @ x.v + across.transpose(2, 3).flatten(2, 3)).flatten(1, 2)
+
+
+def _blocks_backward(x: _Blocks, dout: Tensor, dstate: Tensor):
+    """Gradients of q, k, v, w, β, log f, as `scatter` takes them, and of the first states."""
+    count, G, n = x.q.shape[1:4]
+    dout = dout.unflatten(1, (count, -1))  # [N, U, n·G, DV]
+    dacross = dout.unflatten(2, (n, G)).transpose(2, 3)
+    dbefore, dafter = dacross.mT @ x.q, []
+    for u in range(count - 1, -1, -1):
+        dafter.append(dstate)
+        if x.from_start is not None:
+            dstate = dstate * x.from_start[:, u, :, -1, None, None]
+        if x.transition is not None:
+            dstate = dstate @ x.transition[:, u].mT
+        dstate = dstate + dbefore[:, u]
+    dafter = torch.stack(dafter[::-1], 1)
+    dq, dk = dacross @ x.before, (x.values.mT @ dafter).sum(2)
+    dvalues = dafter @ x.k.mT  # [N, U, G, DV, n]
+    dscores, dgates = ut_transform.weigh_backward(x.log_forget, x.weights, dout @ x.v.mT)
+    dv = x.weights.mT @ dout
+    kept = dafter
+    if x.from_start is not None and x.to_end is not None and dgates is not None:
+        kept = dafter * x.from_start[..., -1, None, None]
+        carried = x.before if x.transition is None else x.before @ x.transition
+        whole = (kept * carried).sum((-1, -2))  # [N, U, G]
+        starts = (dq * x.q).sum(-1).flip(-1).cumsum(-1).flip(-1)  # of queries from t on
+        ends = (dvalues * x.values).sum(-2).cumsum(-1)  # of keys before t
+        dgates = dgates + (whole[..., None] + starts + F.pad(ends[..., :-1], (1, 0))).mT
+        dq = dq * x.from_start[..., None]
+        dvalues = dvalues * x.to_end[..., None, :]
+    dv = dv + dvalues.sum(2).mT
+    dtransition = None if x.transition is None else (x.before.mT @ kept).sum(2)
+    dq = dq.transpose(2, 3).flatten(2, 3)
+    dq, dk, dw, dbeta = ut_transform.backward(x.block, dscores, dq, dk, dtransition)
+    dw = None if dw is None else dw.flatten(1, 2)
+    dbeta = None if dbeta is None else dbeta.flatten(1, 2)[..., None]
+    dgates = None if dgates is None else dgates.flatten(1, 3)[..., None]
+    return (dq.flatten(1, 2), dk.flatten(1, 2), dv.flatten(1, 2), dw, dbeta, dgates), dstate
 
 
 _IMPLEMENTATIONS: dict[str, _Sequence] = {

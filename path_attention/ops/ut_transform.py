@@ -84,9 +84,7 @@ def attend_backward(
     dv = p.mT @ grad_out
     if log_forget is None:
         return dscores, dv, None
-    # log f_t is in A_ij for j < t ≤ i.
-    later = dscores.unflatten(-2, log_forget.shape[-2:]).flip(-3).cumsum(-3).flip(-3)
-    return dscores, dv, later.where(_past(later), 0).sum(-1)
+    return dscores, dv, _gates_between(dscores, log_forget)
 
 
 def backward(
@@ -154,8 +152,19 @@ def weigh(block: Block, log_forget: Tensor | None) -> Tensor:
     """Scores without a softmax: products times the gates between, 0 for later tokens."""
     weights = _products(block)
     if log_forget is not None:
-        weights = weights * _decays(log_forget).exp()
-    return weights.masked_fill(_future(weights, block.k.shape[-2]), 0)
+        weights *= _decays(log_forget).exp_()
+    return weights.masked_fill_(_future(weights, block.k.shape[-2]), 0)
+
+
+def weigh_backward(
+    log_forget: Tensor | None, weights: Tensor, dweights: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of the products and of log f from those of `weigh`'s result."""
+    n = weights.shape[-1]
+    dweights = dweights.masked_fill(_future(dweights, n), 0)
+    if log_forget is None:
+        return dweights, None
+    return dweights * _decays(log_forget).exp_(), _gates_between(dweights * weights, log_forget)
 
 
 def _scores(block: Block, log_forget: Tensor | None) -> Tensor:
@@ -177,6 +186,12 @@ def _decays(log_forget: Tensor) -> Tensor:
     """Σ_{t=j+1..i} of each pair by itself: a difference of running sums would cancel."""
     later = log_forget[..., None].expand(*log_forget.shape, log_forget.shape[-2])
     return later.where(_past(later), 0).cumsum(-3).flatten(-3, -2)
+
+
+def _gates_between(dscores: Tensor, log_forget: Tensor) -> Tensor:
+    """Gradient of log f_t, which is in A_ij for j < t ≤ i."""
+    later = dscores.unflatten(-2, log_forget.shape[-2:]).flip(-3).cumsum(-3).flip(-3)
+    return later.where(_past(later), 0).sum(-1)
 
 
 def _future(x: Tensor, n: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 from operator_cases import Inputs, make_inputs
 
@@ -189,11 +190,51 @@ def test_autocast_casts_q_k_v_alone():
     assert torch.equal(out, linear_attention(*cast, *inputs[3:])[0])
 
 
-def test_second_derivatives():
-    inputs = [x.requires_grad_() for x in make_inputs(5, heads=(2, 1), size=(3, 2))]
-    assert torch.autograd.gradgradcheck(
-        lambda *x: linear_attention(*x, implementation="chunked"), inputs
-    )
+def test_second_derivatives_are_refused():
+    inputs = [x.requires_grad_() for x in make_inputs(20)]
+    (grad,) = torch.autograd.grad(linear_attention(*inputs)[0].sum(), inputs[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="linear attention's chunked is differentiable once"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_gradient_of_one_result_alone(which):
+    x = [y.requires_grad_() for y in make_inputs(90)]
+    results = []
+    for implementation in ("chunked", "definition"):
+        result = linear_attention(*x, implementation=implementation)[which]
+        grads = torch.autograd.grad(result.sum(), x, allow_unused=True, materialize_grads=True)
+        results.append(grads)
+    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("packing", [None, Packing.from_lengths([70, 0, 1, 64, 5])])
+def test_registered_as_torch_asks(packing):
+    inputs = make_inputs(140, heads=(4, 2), size=(4, 3))
+    N = 1 if packing is None else 5
+    state = first_state(inputs, N).unflatten(1, (2, 2))
+    x = [y.requires_grad_() for y in (*inputs, state)]
+    borders = None if packing is None else packing.cu_seqlens
+    torch.library.opcheck(torch.ops.path_attention.linear.default, (*x, 0.5, borders))
+
+
+def test_compiled_equals_eager_over_packings():
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    def call(packing, *x):
+        out, last = linear_attention(*x, cu_seqlens=packing)
+        return out.square().sum() + last.sum()
+
+    compiled = torch.compile(call, fullgraph=True, backend=counter)
+    for n in range(8):
+        packing = Packing.from_lengths([3 + n, 2, n, 70])
+        x = [y.requires_grad_() for y in make_inputs(packing.total, dtype=torch.float32)]
+        got, eager = compiled(packing, *x), call(packing, *x)
+        assert torch.equal(got, eager)
+        grads = [torch.autograd.grad(y, x) for y in (got, eager)]
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert counter.frame_count <= 3
 
 
 @pytest.mark.parametrize(
