@@ -190,7 +190,7 @@ def stick_fwd_kernel(
     tl.store(p_rest, b_left * 0.6931471805599453, inside)
 
 
-@triton.jit(do_not_specialize=["notes"])
+@triton.jit(do_not_specialize=["count", "notes"])
 def stick_queries_bwd_kernel(
     q_desc, k_desc, v_desc, do_desc, do_ptr, out_ptr, low_ptr, drest_ptr, scales_ptr, left_ptr,
     through_ptr, reach_ptr, dq_ptr, blocks_ptr, queries_ptr, count, notes, scale, score_scale,
@@ -283,7 +283,7 @@ def stick_queries_bwd_kernel(
     tl.store(dq_ptr + o_dq, b_dq.to(dq_ptr.dtype.element_ty), m_dq)
 
 
-@triton.jit(do_not_specialize=["notes"])
+@triton.jit(do_not_specialize=["count", "notes"])
 def stick_keys_bwd_kernel(
     q_desc, k_desc, v_desc, do_desc, drest_desc, left_desc, through_desc, reach_ptr,
     scales_ptr, dk_ptr, dv_ptr, dk_part_ptr, dv_part_ptr, blocks_ptr, keys_ptr, count, notes, scale,
