@@ -106,9 +106,9 @@ def path_attention(
             never see another document's.
         return_lse: also return log Σ_j exp A_ij.
         implementation: "definition" (literal; the oracle), "blockwise" (linear memory, any device),
-            "triton" (fast; NVIDIA GPUs of compute capability 8.0 or more, head sizes up to 256 in
-            16 bits on data-centre GPUs from Hopper on, else up to 128, not float64, one factor a
-            token) or "sdpa" (PyTorch's fused kernels, for neither w nor
+            "triton" (fast; NVIDIA GPUs of compute capability 8.0 or more, not float64, one factor
+            a token, head sizes up to 128 or, on data-centre GPUs from Hopper on, 256, half that in
+            float32) or "sdpa" (PyTorch's fused kernels, for neither w nor
             log_forget; packed documents one by one). None is "sdpa" where nothing is moved, gated
             or packed and no gradient of lse can be asked for; else "triton" where it can run;
             else "blockwise".

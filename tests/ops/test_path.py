@@ -246,6 +246,7 @@ def choose(implementation: str | None = None, *, q=None, w=None, gate=None, **op
         (tensor_on("cuda:0"), (7, 5), "blockwise", "sdpa"),
         (tensor_on("cuda:0", torch.float64), (9, 0), "blockwise", "blockwise"),
         (tensor_on("cuda:0", torch.float32, 129), (9, 0), "blockwise", "sdpa"),
+        (tensor_on("cuda:0", torch.float32, 65), (8, 0), "blockwise", "sdpa"),
         (tensor_on("cuda:0", size=257), (9, 0), "blockwise", "blockwise"),
         (tensor_on("cpu"), (9, 0), "blockwise", "sdpa"),
         (tensor_on("cpu", torch.float64), (9, 0), "blockwise", "sdpa"),

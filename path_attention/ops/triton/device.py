@@ -37,6 +37,5 @@ def shared_memory(index: int | None) -> int:
 @torch.compiler.assume_constant_result
 def largest_head_size(kind: str, index: int | None, dtype: torch.dtype) -> int:
     """The largest D and DV whose tiles fit a device's shared memory."""
-    if dtype == torch.float32 or (kind == "cuda" and shared_memory(index) < LARGE_SHARED_MEMORY):
-        return 128
-    return 256
+    large = kind != "cuda" or shared_memory(index) >= LARGE_SHARED_MEMORY
+    return (256 if large else 128) // (2 if dtype == torch.float32 else 1)

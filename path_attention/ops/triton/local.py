@@ -284,7 +284,8 @@ def local_bwd_kernel(
         if (g > 0) | (levels > 0):
             b_dw += tl.load(dw_ptr + o_tile)
         tl.store(dw_ptr + o_tile, b_dw)
-        b_dq = tl.dot(b_dqw, b_w, b_dq, input_precision=FLOAT32)
+        # (w is read again: held through, it would fill shared memory.)
+        b_dq = tl.dot(b_dqw, tl.load(wx_ptr + o_tile), b_dq, input_precision=FLOAT32)
     b_dq = tl.dot(b_ds, b_k, b_dq, input_precision=FLOAT32) * tl.load(range_ptr + 4)
     p_dq = dq_ptr + i_hq * stride_dqh + t * stride_dqt
     tl.store(p_dq + o[:, None] * stride_dqt + o_d[None, :], b_dq.to(dq_ptr.dtype.element_ty), m_d)

@@ -429,7 +429,7 @@ def _blocks_backward(
         pair_bwd_kernel[(blocks, H)](
             moved.g, w, partial.transitions, moved.keys, moved.queries, partial.k, partial.q, dg,
             dwl, *c.tables, blocks, grid.nodes, grid.queries, grid.keys, grid.levels, G=c.G,
-            DP=DP, PART=min(DP, 128), OPERAND=c.kernel_operand, num_warps=t.pair_warps,
+            DP=DP, PART=t.pair_part, OPERAND=c.kernel_operand, num_warps=t.pair_warps,
             maxnreg=t.registers,
         )  # fmt: skip
         gates = either(moved.query_gates, ranges), either(moved.key_gates, ranges)

@@ -39,6 +39,7 @@ class Tiles:
     keys_stages: int
     registers: int | None
     pair_warps: int
+    pair_part: int
     tree_warps: int
     walk_warps: int
     block_warps: int
@@ -74,6 +75,7 @@ def choose_tiles(
         keys_stages={64: 3, 128: 2, 256: 1}[wide],
         registers=168 if large else None,
         pair_warps=4 if DP <= 64 else 8,
+        pair_part=64 if single else min(DP, 128),
         tree_warps=4,
         walk_warps=warps,
         block_warps=warps,

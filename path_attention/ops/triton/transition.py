@@ -278,8 +278,9 @@ def pair_bwd_kernel(
             p_u = qh_ptr + (head_q * queries + stored_block(table, i + 1, 0, 0)) * 64 * DP
             p_du = dqt_ptr + (head_q * count + other) * 64 * DP
             crossings = tl.where(i > 0, G, 0)
-        b_x = tl.load(p_x + o_here + o_tile)
+        # Tiles are read anew for each use: held through, they would fill shared memory.
         if levels > 1:
+            b_x = tl.load(p_x + o_here + o_tile)
             b_a, b_b = tl.load(p_y + o_other + o_tile), tl.load(p_x + o_other + o_tile)
             b_xm = reflect(b_x, b_a, b_b, OPERAND).to(OPERAND)
             p_dp = dp_ptr + (head * nodes + node(table, i >> 1, 1)) * DP * DP
@@ -292,21 +293,24 @@ def pair_bwd_kernel(
                 b_dyr = tl.dot(b_xm, tl.trans(b_d), input_precision=FLOAT32)
                 tl.store(p_dy + o[:, None] * DP + start + o_r[None, :], b_dyr / -scale)
             scale = range_of(b_dx)
+            b_a, b_b = tl.load(p_y + o_other + o_tile), tl.load(p_x + o_other + o_tile)
             b_dx = reflect(b_dx * scale, b_b, b_a, OPERAND) / -scale
             tl.debug_barrier()
         else:
             tl.store(p_dy + o_tile, b_dx)
-        b_y = tl.load(p_y + o_here + o_tile)
         b_dy = tl.load(p_dy + o_tile)
         for _ in tl.range(0, crossings, num_stages=1):
             b_u, b_du = tl.load(p_u + o_tile), tl.load(p_du + o_tile)
             scale = range_of(b_du)
             b_dux = (b_du * scale).to(OPERAND)
-            b_ux = tl.dot(b_u, tl.trans(b_x), input_precision=FLOAT32).to(OPERAND)
-            b_uy = tl.dot(b_dux, tl.trans(b_y), input_precision=FLOAT32).to(OPERAND)
+            b_xc = tl.load(p_x + o_here + o_tile)
+            b_ux = tl.dot(b_u, tl.trans(b_xc), input_precision=FLOAT32).to(OPERAND)
             b_dy -= tl.dot(tl.trans(b_ux), b_dux, input_precision=FLOAT32) / scale
+            b_yc = tl.load(p_y + o_here + o_tile)
+            b_uy = tl.dot(b_dux, tl.trans(b_yc), input_precision=FLOAT32).to(OPERAND)
             b_dx -= tl.dot(tl.trans(b_uy), b_u, input_precision=FLOAT32) / scale
-            b_du -= tl.dot(b_uy, b_x, input_precision=FLOAT32) / scale
+            b_xc = tl.load(p_x + o_here + o_tile)
+            b_du -= tl.dot(b_uy, b_xc, input_precision=FLOAT32) / scale
             tl.store(p_du + o_tile, b_du)
             p_u += queries.to(tl.int64) * 64 * DP
             p_du += count.to(tl.int64) * 64 * DP
