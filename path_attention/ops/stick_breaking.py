@@ -18,7 +18,7 @@ from path_attention.ops.packing import Packing
 from path_attention.ops.sequences import Group, make_groups, scatter, to_heads
 
 _TILE = 128  # tokens of queries and of keys whose scores are held at once
-_TRITON_HEAD_SIZE = 128
+_TRITON_HEAD_SIZE = 128  # half that in float32: tiles must fit the smallest shared memory
 
 
 def stick_breaking_attention(
@@ -47,8 +47,8 @@ def stick_breaking_attention(
         cu_seqlens: borders of packed documents (B = 1), `[N + 1]` integers or a `Packing`.
         implementation: "definition" (literal, quadratic memory; the oracle), "blockwise" (linear
             memory, any device) or "triton" (fast; NVIDIA GPUs of compute capability 8.0 or more,
-            head sizes up to 128, not float64). None is "triton" where it can run, else "blockwise".
-            All of them repeat bit for bit.
+            head sizes up to 128, or 64 in float32; not float64). None is "triton" where it can
+            run, else "blockwise". All of them repeat bit for bit.
 
     Returns:
         `[B, T, HQ, DV]` in q's dtype, and log_remaining `[B, T, HQ]` in float32 (float64 for
@@ -86,8 +86,9 @@ def _triton_lacks(q: Tensor, v: Tensor) -> str | None:
     if q.dtype == torch.float64:
         return f"bfloat16, float16 or float32, got {q.dtype}"
     D, DV = q.shape[3], v.shape[3]
-    if max(D, DV) > _TRITON_HEAD_SIZE:
-        return f"head sizes of at most {_TRITON_HEAD_SIZE}, got D = {D} and DV = {DV}"
+    most = _TRITON_HEAD_SIZE // 2 if q.dtype == torch.float32 else _TRITON_HEAD_SIZE
+    if max(D, DV) > most:
+        return f"head sizes of at most {most} in {q.dtype}, got D = {D} and DV = {DV}"
     from path_attention.ops.triton.device import device_lacks
 
     return device_lacks(q.device.type, q.device.index)

@@ -263,6 +263,18 @@ def test_refused(changed, message):
         stick_breaking_attention(**{**make_inputs(6)._asdict(), **changed})
 
 
+@pytest.mark.parametrize(
+    ("dtype", "size", "message"),
+    [
+        (torch.float32, (65, 8), "at most 64 in torch.float32, got D = 65 and DV = 8"),
+        (torch.bfloat16, (8, 129), "at most 128 in torch.bfloat16, got D = 8 and DV = 129"),
+    ],
+)
+def test_triton_is_refused_for_wide_heads(dtype, size, message):
+    with pytest.raises(ValueError, match=f"implementation: expected head sizes of {message} with"):
+        stick_breaking_attention(*make_inputs(6, size=size, dtype=dtype), implementation="triton")
+
+
 def test_tiles_do_not_matter(monkeypatch):
     inputs = make_inputs(100, heads=(4, 2))
     expected = run(inputs, "blockwise").named()
