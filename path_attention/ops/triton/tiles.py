@@ -55,8 +55,11 @@ def choose_tiles(
     wide = max(DP, DVP)
     single = dtype == torch.float32
     # Matrix units that read shared memory come with more of it (from Hopper on).
-    large = wide <= 64 and not single and shared_memory > LARGE_SHARED_MEMORY
-    warps = 4 if wide <= 128 else 8
+    hopper = shared_memory > LARGE_SHARED_MEMORY
+    large = wide <= 64 and not single and hopper
+    # Without them, products take their operands from registers, which spill far less in 8 warps.
+    warps = 4 if wide <= (128 if hopper else 64) else 8
+    loop_warps = warps if hopper else 8
     return Tiles(
         D=D,
         DV=DV,
@@ -65,13 +68,13 @@ def choose_tiles(
         transport=transport,
         gate=gate,
         forward_keys=128 if large else 64,
-        forward_warps=warps,
+        forward_warps=loop_warps,
         forward_stages={64: 2, 128: 3, 256: 2}[wide],
         backward_keys=64,
-        queries_warps=warps,
+        queries_warps=loop_warps,
         queries_stages={64: 3, 128: 2, 256: 1}[wide],
         backward_queries=64,
-        keys_warps=warps,
+        keys_warps=loop_warps,
         keys_stages={64: 3, 128: 2, 256: 1}[wide],
         registers=168 if large else None,
         pair_warps=4 if DP <= 64 else 8,
