@@ -48,6 +48,11 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
         "BenchmarkEncodings",
         "an attention layer under each encoding beside RoPE's",
     ),
+    ("benchmark", "stick_breaking"): (
+        "path_attention.benchmarks.stick_breaking",
+        "BenchmarkStickBreaking",
+        "stick-breaking attention beside flash attention",
+    ),
     ("benchmark", "packed"): (
         "path_attention.benchmarks.packed",
         "BenchmarkPacked",
