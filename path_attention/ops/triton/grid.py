@@ -7,13 +7,51 @@ one), its keys where it is clear and a right unit follows. So only these rows of
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 BLOCK = 64
+_Table = TypeVar("_Table")
+_BUILDER = ThreadPoolExecutor(1, thread_name_prefix="path_attention")
+_CAPTURED: dict[tuple, Any] = {}
+
+
+def lasting(build: Callable[..., _Table]) -> Callable[..., _Table]:
+    """Decorator of a function (*key, device) → tables: build once, keep for later calls.
+
+    Another thread builds, on a stream of its own: while a thread warms a CUDA graph up, what it
+    allocates belongs to the graph, and so would a table. A table that a graph was captured with is
+    never dropped, since nobody tells when the graph is. (A capture itself cannot build: run once
+    with the same lengths before.)
+    """
+
+    @lru_cache(maxsize=64)
+    def built(*key: Any) -> _Table:
+        if key[-1].type != "cuda":
+            return build(*key)
+        return _BUILDER.submit(_on_own_stream, build, key).result()
+
+    def table(*key: Any) -> _Table:
+        found = built(*key)
+        if key[-1].type == "cuda" and torch.cuda.is_current_stream_capturing():
+            _CAPTURED[(build.__name__, *key)] = found
+        return found
+
+    return table
+
+
+def _on_own_stream(build: Callable[..., _Table], key: tuple) -> _Table:
+    stream = torch.cuda.Stream(key[-1])
+    with torch.cuda.stream(stream):
+        found = build(*key)
+    stream.synchronize()
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +78,7 @@ class Grid:
     nodes: int
 
 
-@lru_cache(maxsize=64)
+@lasting
 def make_grid(lengths: tuple[int, ...], device: torch.device) -> Grid:
     """The grid of sequences of these lengths, in tokens, that lie one behind the other."""
     lengths = tuple(n for n in lengths if n > 0)

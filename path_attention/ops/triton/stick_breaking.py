@@ -15,7 +15,6 @@ seven products instead of a fused kernel's five (and two triangles each).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -27,7 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from path_attention.ops.gradients import register_gradients
 from path_attention.ops.packing import Packing
 from path_attention.ops.triton.call import either, public, strides, token_rows
-from path_attention.ops.triton.grid import BLOCK, Grid, make_grid
+from path_attention.ops.triton.grid import BLOCK, Grid, lasting, make_grid
 from path_attention.ops.triton.stick_kernels import (
     stick_fwd_kernel,
     stick_keys_bwd_kernel,
@@ -102,7 +101,7 @@ class Plan(NamedTuple):
     panels: list[Panel]
 
 
-@lru_cache(maxsize=64)
+@lasting
 def make_plan(lengths: tuple[int, ...], size: int, device: torch.device) -> Plan:
     """Panels of `size` blocks for sequences of these lengths in tokens, as `make_grid` has them."""
     sizes = [-(-n // BLOCK) for n in lengths if n > 0]

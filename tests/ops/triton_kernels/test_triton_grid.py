@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Iterator
 from itertools import accumulate
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from path_attention.ops.triton.grid import BLOCK, Grid, make_grid
+from path_attention.ops.triton import grid as grid_module
+from path_attention.ops.triton.grid import BLOCK, Grid, lasting, make_grid
 
 CPU = torch.device("cpu")
 packings = st.lists(
@@ -119,3 +123,31 @@ def test_levels_and_linear_size(length, levels):
     # A block's queries are stored once for each set bit of its index, its keys for each clear one.
     assert grid.queries + grid.keys <= levels * blocks
     assert grid.queries == sum(i.bit_count() for i in range(blocks))
+
+
+def test_tables_are_built_once_by_another_thread(monkeypatch):
+    built = []
+
+    def build(length, device):
+        built.append((length, threading.current_thread() is threading.main_thread()))
+        return [length]
+
+    @contextlib.contextmanager
+    def stream(of):
+        yield
+
+    capturing = [False]
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(synchronize=list))
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(grid_module, "_CAPTURED", {})
+    table, gpu = lasting(build), torch.device("cuda:0")
+    first = table(1, gpu)
+    assert table(1, gpu) is first and built == [(1, False)]
+    assert table(1, CPU) == [1] and built[1:] == [(1, True)]
+    for length in range(2, 100):
+        table(length, gpu)
+    assert table(1, gpu) is not first  # not all are kept
+    capturing[0] = True
+    kept = table(50, gpu)
+    assert list(grid_module._CAPTURED.values()) == [kept] == [[50]]
