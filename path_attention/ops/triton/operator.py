@@ -40,6 +40,7 @@ from path_attention.ops.triton.local import (
     queries_fwd_kernel,
 )
 from path_attention.ops.triton.ranges import backward_ranges, forward_ranges
+from path_attention.ops.triton.tiles import MOST_REGISTERS
 from path_attention.ops.triton.transition import (
     block_bwd_kernel,
     block_fwd_kernel,
@@ -437,7 +438,7 @@ def _blocks_backward(
             moved.queries, moved.keys, c.v, top.grad_out, *gates, ranges, top.lse, top.delta,
             partial.q, partial.k, partial.v, partial.rows, partial.columns, *c.tables, blocks,
             grid.queries, grid.keys, grid.levels, *strides(c.v, top.grad_out), G=c.G, DP=DP,
-            DV=t.DV, DVP=t.DVP, GATE=t.gate, num_warps=t.local_warps,
+            DV=t.DV, DVP=t.DVP, GATE=t.gate, num_warps=t.local_warps, maxnreg=MOST_REGISTERS,
         )  # fmt: skip
     dq, dk, dv = (x.flatten(0, 1) for x in (grads.q, grads.k, grads.v))
     for g in range(c.G):
@@ -447,7 +448,8 @@ def _blocks_backward(
             partial.q, partial.k, partial.v, partial.rows, partial.columns, dq, dk, dv, dkl, de,
             dg, dwl, *c.tables, blocks,
             grid.levels, c.decay_row, g, *strides(c.q, c.k, c.v, top.grad_out, dq, dk, dv),
-            num_warps=t.local_warps, OPERAND=c.kernel_operand, **c.sizes, **c.kinds,
+            num_warps=t.local_warps, maxnreg=MOST_REGISTERS, OPERAND=c.kernel_operand, **c.sizes,
+            **c.kinds,
         )  # fmt: skip
     if c.w is None or c.beta is None:
         return
@@ -456,6 +458,7 @@ def _blocks_backward(
         c.k, w, c.beta, moved.inverse, moved.coefficients, ranges, partial.k, dkl, de, dg, dwl,
         dk, dw, dbeta, *c.tables, blocks, grid.levels, *strides(c.k, c.beta, dk, dw, dbeta),
         D=t.D, DP=DP, OPERAND=c.kernel_operand, num_warps=t.block_bwd_warps,
+        maxnreg=MOST_REGISTERS,
     )  # fmt: skip
 
 

@@ -8,6 +8,9 @@ import torch
 
 from path_attention.ops.triton.device import LARGE_SHARED_MEMORY
 
+# Of a thread. Said outright: left to itself, ptxas has settled for 32 and spilled 19 KB.
+MOST_REGISTERS = 255
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
@@ -37,7 +40,7 @@ class Tiles:
     backward_queries: int
     keys_warps: int
     keys_stages: int
-    registers: int | None
+    registers: int
     pair_warps: int
     pair_part: int
     tree_warps: int
@@ -76,7 +79,7 @@ def choose_tiles(
         backward_queries=64,
         keys_warps=loop_warps,
         keys_stages={64: 3, 128: 2, 256: 1}[wide],
-        registers=168 if large else None,
+        registers=168 if large else MOST_REGISTERS,
         pair_warps=4 if DP <= 64 else 8,
         pair_part=64 if single else min(DP, 128),
         tree_warps=4,

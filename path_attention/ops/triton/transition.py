@@ -375,11 +375,14 @@ def block_bwd_kernel(
     b_dk = b_dk.to(dk_ptr.dtype.element_ty)
     tl.store(p_dk + o[:, None] * stride_dkt + o_d[None, :], b_dk, inside)
 
+    # d(X⁻¹) sums terms of both signs that all but cancel where directions repeat: exact products.
+    tl.store(dwl_ptr + o_tile, b_dw)  # out of the way
+    tl.debug_barrier()
     b_dbeta = tl.sum(b_x * b_dt, 0)
     scale_t = range_of(b_dt)
-    b_dx = tl.dot(tl.trans(b_x.to(OPERAND)), (b_dt * scale_t).to(OPERAND), input_precision=FLOAT32)
+    b_dx = dot_exact(tl.trans(b_x), b_dt * scale_t, OPERAND)
     scale_x = range_of(b_dx)
-    b_da = tl.dot((b_dx * scale_x).to(OPERAND), tl.trans(b_t), input_precision=FLOAT32)
+    b_da = dot_exact(b_dx * scale_x, tl.trans(b_x * b_beta[None, :]), OPERAND)
     b_da = tl.where(upper, b_da * (-1 / (scale_t * scale_x)), 0.0)
     b_dbeta += tl.sum(b_da * tl.dot(b_w, tl.trans(b_w), input_precision=FLOAT32), 1)
     b_dww = b_da * b_beta[:, None]
@@ -388,7 +391,7 @@ def block_bwd_kernel(
     b_dww_w = tl.dot((b_dww * scale_w).to(OPERAND), b_w, input_precision=FLOAT32)
     grad = tl.load(range_ptr + 6) / scale
     p_dw = dw_ptr + i_h * stride_dwh + token.to(tl.int64) * stride_dwt
-    b_dw = ((b_dw + b_dww_w / scale_w) * grad).to(dw_ptr.dtype.element_ty)
+    b_dw = ((tl.load(dwl_ptr + o_tile) + b_dww_w / scale_w) * grad).to(dw_ptr.dtype.element_ty)
     tl.store(p_dw + o[:, None] * stride_dwt + o_d[None, :], b_dw, inside)
     p_dbeta = dbeta_ptr + i_h * stride_dbh + (token.to(tl.int64) + o) * stride_dbt
     tl.store(p_dbeta, (b_dbeta * grad).to(dbeta_ptr.dtype.element_ty), o < valid)

@@ -20,14 +20,25 @@ SHARED_MEMORY = {80: 163 * KIB, 90: 227 * KIB, 100: 227 * KIB, 86: 99 * KIB}
 STACK = {
     (80, 64): {
         "block_fwd_kernel": 1600,
-        "pair_fwd_kernel": 9000,
+        "pair_fwd_kernel": 2600,
         "meet_fwd_kernel": 160,
         "queries_bwd_kernel": 440,
         "keys_bwd_kernel": 640,
         "pair_bwd_kernel": 140,
         "pair_local_bwd_kernel": 32,
         "local_bwd_kernel": 32,
-        "block_bwd_kernel": 7600,
+        "block_bwd_kernel": 3000,
+    },
+    (80, 128): {
+        "block_fwd_kernel": 100,
+        "pair_fwd_kernel": 960,
+        "keys_fwd_kernel": 64,
+        "queries_fwd_kernel": 120,
+        "meet_fwd_kernel": 860,
+        "queries_bwd_kernel": 3300,
+        "keys_bwd_kernel": 2400,
+        "local_bwd_kernel": 500,
+        "block_bwd_kernel": 2000,
     },
     (90, 64): {
         "block_fwd_kernel": 380,
@@ -36,7 +47,7 @@ STACK = {
         "keys_bwd_kernel": 320,
         "pair_bwd_kernel": 480,
         "local_bwd_kernel": 96,
-        "block_bwd_kernel": 280,
+        "block_bwd_kernel": 560,
     },
     (100, 64): {
         "block_fwd_kernel": 300,
@@ -44,6 +55,7 @@ STACK = {
         "queries_bwd_kernel": 64,
         "keys_bwd_kernel": 200,
         "pair_bwd_kernel": 380,
+        "block_bwd_kernel": 260,
     },
     (90, 128): {
         "block_fwd_kernel": 120,
@@ -53,7 +65,7 @@ STACK = {
         "pair_bwd_kernel": 380,
         "pair_local_bwd_kernel": 260,
         "local_bwd_kernel": 440,
-        "block_bwd_kernel": 1100,
+        "block_bwd_kernel": 1300,
     },
 }
 ALWAYS = {"delta_bwd_kernel", "forward_ranges_kernel", "backward_ranges_kernel"}

@@ -183,6 +183,10 @@ def repeated(T: int) -> Inputs:
     return x._replace(w=x.w[:, :1].expand_as(x.w).contiguous(), beta=1.5 + 0.249 * x.beta)
 
 
+def repeated_without_gates(T: int) -> Inputs:
+    return repeated(T)._replace(log_forget=None)
+
+
 def shut(T: int) -> Inputs:
     x = encoded("path_fox", T, heads=(4, 2), size=(64, 64))
     assert x.log_forget is not None
@@ -200,7 +204,7 @@ def loud(T: int) -> Inputs:
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
-@pytest.mark.parametrize("hard", [correlated, repeated, shut, loud])
+@pytest.mark.parametrize("hard", [correlated, repeated, repeated_without_gates, shut, loud])
 def test_hard(hard, dtype):
     check(rounded(hard(500), dtype), HARD)
 

@@ -123,6 +123,20 @@ def test_one_direction_repeated(beta):
     assert_triton_is_the_definition(with_transport(x, w, torch.full_like(x.beta, beta)), limit=2e-4)
 
 
+def test_one_direction_repeated_in_float16():
+    """Where terms of both signs all but cancel in dβ: 14 roundings with float16 operands."""
+    x = encoded("path", 300, heads=(1, 1), size=(64, 64))
+    assert x.w is not None and x.beta is not None
+    x = Inputs(*x.to(torch.float16)[:3], *x[3:])
+    x = with_transport(x, x.w[:, :1].expand_as(x.w), 1.5 + 0.249 * x.beta)
+    exact = run(x.to(torch.float64), "definition", grad_dtype=torch.float16)
+    got = run(x, "triton", grad_dtype=torch.float16)
+    for name, value in exact.named().items():
+        rounding = (value.to(torch.bfloat16).double() - value).norm()
+        error = (got.named()[name].double() - value).norm()
+        assert error <= (6 if name in ("w", "beta") else 3) * rounding, name
+
+
 def test_correlated_directions():
     x = encoded("path", 200)
     assert x.w is not None and x.beta is not None
