@@ -14,9 +14,6 @@ from path_attention.ops.triton.device import shared_memory
 from path_attention.ops.triton.grid import Grid, make_grid
 from path_attention.ops.triton.tiles import Tiles, choose_tiles
 
-_LOWEST_LOG_FORGET = -1e5  # as good as −∞ to a softmax; float64 sums of a million keep 1e-5 of it
-_LOG2_E = 1.4426950408889634
-
 
 class Call(NamedTuple):
     """One call's inputs as the kernels take them: rows of B·T tokens, last dimension contiguous."""
@@ -26,7 +23,8 @@ class Call(NamedTuple):
     v: Tensor
     w: Tensor | None
     beta: Tensor | None
-    decay: Tensor | None  # [HQ, ≥ B·T] float64, running sums of log2 of the gate
+    log_forget: Tensor | None
+    decay: Tensor | None  # [HQ, B·T] float64, for running sums of log2 of the gate
     grid: Grid
     tiles: Tiles
     H: int
@@ -81,35 +79,20 @@ def make_call(q, k, v, w, beta, log_forget, lengths: Tensor | None) -> Call:
     tiles = choose_tiles(
         D, DV, operand, transport, log_forget is not None, _shared_memory(q.device)
     )
-    decay = None
-    if log_forget is not None:
-        log_forget = log_forget.flatten(0, 1).T.double().clamp(min=_LOWEST_LOG_FORGET)
-        decay = running_sum(log_forget * _LOG2_E)
     return Call(
         token_rows(q),
         token_rows(k),
         token_rows(v),
         None if w is None else token_rows(w),
         None if beta is None else beta.flatten(0, 1),
-        decay,
+        None if log_forget is None else log_forget.flatten(0, 1),
+        None if log_forget is None else q.new_empty(HQ, B * T, dtype=torch.float64),
         grid,
         tiles,
         H,
         HQ // H,
         operand,
     )
-
-
-def running_sum(x: Tensor) -> Tensor:
-    """Running sums of each row, padded to a multiple of 256: of pieces, then of the pieces' totals.
-
-    (One long scan a row would leave most of the device idle.) A NaN stays where it is: what comes
-    after it may be of another sequence.
-    """
-    pieces = F.pad(x, (0, -x.shape[1] % 256)).unflatten(1, (-1, 256))
-    sums = pieces.nan_to_num(nan=0.0).cumsum(2)
-    totals = sums[:, :, -1]
-    return (sums + (totals.cumsum(1) - totals)[:, :, None] + pieces * 0).flatten(1)
 
 
 def _shared_memory(device: torch.device) -> int:

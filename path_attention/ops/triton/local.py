@@ -23,36 +23,6 @@ from path_attention.ops.triton.primitives import (
 _COUNTS = ["count", "nodes", "queries", "keys", "levels", "total"]
 
 
-@triton.jit(do_not_specialize=_COUNTS)
-def gates_fwd_kernel(
-    c_ptr, lse2_ptr, qc_ptr, kc_ptr, blocks_ptr, sequences_ptr, count, queries, keys, levels, total,
-    BACKWARD: tl.constexpr,
-):  # fmt: skip
-    """Decay (base 2) from each level's border to a block's queries, and from its keys to it.
-
-    From float64 running sums, so that the difference is right to float32 whatever came before. The
-    backward pass needs the queries' only as lse less decay, and gets that.
-    """
-    i_block, i_hq = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    token, valid, i, size, _, table = block_row(blocks_ptr, sequences_ptr, i_block, levels)
-    o = tl.arange(0, 64)
-    c_ptr += i_hq * total + token - i * 64  # of the sequence
-    b_c = tl.load(c_ptr + i * 64 + o, o < valid, other=0.0)
-    for level in tl.range(0, levels, num_stages=1):
-        unit = i >> level
-        if (unit & 1) == 1:
-            b_border = tl.load(c_ptr + (unit << level) * 64 - 1)
-            at = i_hq * queries + stored_block(table, i, level, 0)
-            b_q = tl.where(o < valid, (b_c - b_border), 0.0).to(tl.float32)
-            if BACKWARD:
-                b_q = tl.load(lse2_ptr + (i_hq * count + i_block) * 64 + o) - b_q
-            tl.store(qc_ptr + at * 64 + o, b_q)
-        elif ((unit + 1) << level) < size:
-            b_border = tl.load(c_ptr + ((unit + 1) << level) * 64 - 1)
-            at = i_hq * keys + stored_block(table, i, level, 1)
-            tl.store(kc_ptr + at * 64 + o, (b_border - b_c).to(tl.float32))
-
-
 @triton.jit
 def local_scores(
     b_q, b_k, b_qw, b_e, logit_scale, c_ptr, token, valid,

@@ -26,15 +26,14 @@ from path_attention.ops.triton.call import (
     either,
     make_call,
     public,
-    running_sum,
     stored,
     strides,
     token_rows,
     vector,
 )
 from path_attention.ops.triton.forward import meet_fwd_kernel
+from path_attention.ops.triton.gates import decay_bwd_kernel, decay_fwd_kernel, gates_fwd_kernel
 from path_attention.ops.triton.local import (
-    gates_fwd_kernel,
     local_bwd_kernel,
     pair_local_bwd_kernel,
     queries_fwd_kernel,
@@ -56,6 +55,7 @@ from path_attention.ops.triton.transition import (
 # while the host launches the next part.
 _ROWS_AT_ONCE = 2**19
 _WORK_AT_ONCE = 2**39
+_CHUNK = 1024  # tokens whose gates are summed at once
 _PART = 64  # columns of a transition's gradient that the main loops form at once
 
 
@@ -121,7 +121,11 @@ def _move(
     inverse = coefficients = g = wx = transitions = keys = queries = key_gates = query_gates = None
     backward = softmax is None
     common = dict(DP=DP, OPERAND=c.kernel_operand)
-    if c.decay is not None:
+    if c.decay is not None and c.log_forget is not None:
+        decay_fwd_kernel[(len(grid.sequences), HQ)](
+            c.log_forget, c.decay, *c.tables, grid.levels, c.decay_row, *c.log_forget.stride(),
+            CHUNK=_CHUNK, num_warps=4,
+        )  # fmt: skip
         query_gates = c.empty(HQ, max(1, grid.queries), 64)
         key_gates = c.empty(HQ, max(1, grid.keys), 64)
         gates_fwd_kernel[(blocks, HQ)](
@@ -305,11 +309,11 @@ def _attend_backward(c: Call, ranges: Tensor, top: _Top, grads: _Gradients) -> N
     partial = _meet_backward(c, moved, ranges, top)
     _blocks_backward(c, moved, ranges, top, partial, grads)
     if c.decay is not None:
-        # log f_t is in A_ij for j < t ≤ i.
-        here = (partial.rows - partial.columns).flatten(1).double().flip(1)
-        crossing = running_sum(here)[:, : here.shape[1]].flip(1) * ranges[7]
-        crossing = crossing.index_select(1, c.grid.positions)  # [HQ, B·T]
-        grads.log_forget.copy_(crossing.T.view_as(grads.log_forget))
+        dlog_forget, grid = grads.log_forget.flatten(0, 1), c.grid
+        decay_bwd_kernel[(len(grid.sequences), c.H * c.G)](
+            partial.rows, partial.columns, ranges, dlog_forget, *c.tables, grid.count,
+            grid.levels, *dlog_forget.stride(), CHUNK=_CHUNK, num_warps=4,
+        )  # fmt: skip
 
 
 @_backward.register_fake

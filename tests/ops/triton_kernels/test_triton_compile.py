@@ -73,7 +73,7 @@ ALWAYS |= {"queries_fwd_kernel", "meet_fwd_kernel", "queries_bwd_kernel", "keys_
 ALWAYS |= {"local_bwd_kernel"}
 TRANSPORT = {"block_fwd_kernel", "pair_fwd_kernel", "tree_fwd_kernel", "keys_fwd_kernel"}
 TRANSPORT |= {"tree_bwd_kernel", "pair_bwd_kernel", "pair_local_bwd_kernel", "block_bwd_kernel"}
-GATE = {"gates_fwd_kernel"}
+GATE = {"decay_fwd_kernel", "gates_fwd_kernel", "decay_bwd_kernel"}
 
 
 def kernels(capability: int, D: int, encoding: str, dtype: str = "bfloat16") -> list[dict]:
