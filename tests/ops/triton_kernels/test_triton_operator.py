@@ -95,10 +95,8 @@ def test_documents_do_not_see_each_other():
     after = run(inputs, "triton", cu_seqlens=packing).named()
     assert after["out"][:, 70:130].isnan().all()
     for name, x in before.items():
-        exact = name != "log_forget"  # a sum over the documents behind, less itself
-        assert torch.equal(x[:, :70], after[name][:, :70]) or not exact, name
+        assert torch.equal(x[:, :70], after[name][:, :70]), name
         assert torch.equal(x[:, 130:], after[name][:, 130:]), name
-        assert not after[name][:, :70].isnan().any(), name
 
 
 @pytest.mark.parametrize("lengths", [[], [0, 0]])
