@@ -36,8 +36,9 @@ from path_attention.nn import Attention, AttentionConfig
 _ANCHOR = "rope"
 _CHECKED_TOKENS = 200
 _VOCABULARY = 32000
-# Relative error that output and input gradient may have: about five roundings of a 16-bit result.
-_ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1.3e-3}
+# Relative error that output and input gradient may have: about ten roundings, as many results of
+# 16 bits lie between them (projections, encoding, operator, norm).
+_ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2.6e-3}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -141,8 +141,8 @@ def _draw(result: Mapping[str, Any], path: Path) -> None:
         colour = colours[n % len(colours)]
         axes.bar(range(len(bars)), heights, bottom=base, label=kernel, color=colour)
         base = [b + h for b, h in zip(base, heights, strict=True)]
-    labels = [f"{encoding}\n{phase}\nd = {size}" for size, phase, encoding in bars]
-    axes.set_xticks(range(len(bars)), labels, fontsize=8)
+    labels = [f"{encoding} {phase}, {size}" for size, phase, encoding in bars]
+    axes.set_xticks(range(len(bars)), labels, fontsize=8, rotation=45, ha="right")
     axes.set_ylabel("milliseconds")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), reverse=True)
