@@ -109,6 +109,24 @@ class _Softmax(NamedTuple):
     l: Tensor
 
 
+def _gates(c: Call, ranges: Tensor, lse: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Decays between each level's border and its queries (given lse: lse less them), its keys."""
+    if c.decay is None or c.log_forget is None:
+        return None, None
+    grid, HQ = c.grid, c.H * c.G
+    decay_fwd_kernel[(len(grid.sequences), HQ)](
+        c.log_forget, c.decay, *c.tables, grid.levels, c.decay_row, *c.log_forget.stride(),
+        CHUNK=_CHUNK, num_warps=4,
+    )  # fmt: skip
+    query_gates = c.empty(HQ, max(1, grid.queries), 64)
+    key_gates = c.empty(HQ, max(1, grid.keys), 64)
+    gates_fwd_kernel[(grid.count, HQ)](
+        c.decay, either(lse, ranges), query_gates, key_gates, *c.tables, grid.count, grid.queries,
+        grid.keys, grid.levels, c.decay_row, BACKWARD=lse is not None, num_warps=1,
+    )  # fmt: skip
+    return query_gates, key_gates
+
+
 def _move(
     c: Call, ranges: Tensor, softmax: _Softmax | None = None, lse: Tensor | None = None
 ) -> _Moved:
@@ -118,20 +136,10 @@ def _move(
     """
     grid, t, H, HQ = c.grid, c.tiles, c.H, c.H * c.G
     blocks, DP, w, beta = grid.count, t.DP, c.w, c.beta
-    inverse = coefficients = g = wx = transitions = keys = queries = key_gates = query_gates = None
+    inverse = coefficients = g = wx = transitions = keys = queries = None
     backward = softmax is None
     common = dict(DP=DP, OPERAND=c.kernel_operand)
-    if c.decay is not None and c.log_forget is not None:
-        decay_fwd_kernel[(len(grid.sequences), HQ)](
-            c.log_forget, c.decay, *c.tables, grid.levels, c.decay_row, *c.log_forget.stride(),
-            CHUNK=_CHUNK, num_warps=4,
-        )  # fmt: skip
-        query_gates = c.empty(HQ, max(1, grid.queries), 64)
-        key_gates = c.empty(HQ, max(1, grid.keys), 64)
-        gates_fwd_kernel[(blocks, HQ)](
-            c.decay, either(lse, ranges), query_gates, key_gates, *c.tables, blocks, grid.queries,
-            grid.keys, grid.levels, c.decay_row, BACKWARD=backward, num_warps=1,
-        )  # fmt: skip
+    query_gates, key_gates = _gates(c, ranges, lse)
     if w is not None and beta is not None:
         inverse = c.empty(H, blocks, 64, 64) if backward else None
         kt = c.empty(H, blocks, 64, DP, dtype=c.operand)
