@@ -33,6 +33,11 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
         "MergeSeeds",
         "RESULT …: one result and figure from the evaluations of several seeds",
     ),
+    ("analyze", "swaps"): (
+        "path_attention.analysis.swaps",
+        "AnalyzeSwaps",
+        "how long one PaTH layer with hand-set weights tracks items under swaps",
+    ),
     ("generate",): (
         "path_attention.models.generation",
         "Generate",
