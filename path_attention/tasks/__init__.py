@@ -1,0 +1,1 @@
+"""Synthetic tasks: what an encoding can compute, where the right answer is known exactly."""

@@ -1,0 +1,116 @@
+"""Figures of the synthetic tasks, drawn from the rows of their report."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from path_attention.tasks.record import Row
+
+# Okabe and Ito's colours, apart for colour-blind readers and in grey; markers tell them apart too.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "0.5")
+_MARKERS = "osD^vPX*"
+_FLOOR = 1e-7  # where no error is drawn on the logarithmic axis
+
+
+def draw(task: str, rows: Sequence[Row], path: Path) -> None:
+    """Draw a task's report as a PNG.
+
+    flip_flop: the share of errors on each test: pooled, with its interval, and of each seed's
+    least and greatest; crosses are published. group_words: the fewest layers by length, one panel
+    a form. mqrar: accuracy by N, shaded from the least to the greatest seed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawing = {"flip_flop": _flip_flop, "group_words": _group_words, "mqrar": _mqrar}[task]
+    figure = drawing([row for row in rows if row["kind"] != "not_run"])
+    part = path.with_suffix(".part.png")
+    figure.savefig(part, metadata={"Software": None})
+    os.replace(part, path)
+
+
+def _flip_flop(rows: Sequence[Row]) -> Figure:
+    tests = list(dict.fromkeys(row["test"] for row in rows))
+    names = list(dict.fromkeys(_name(row) for row in rows))
+    height = 1.4 + 0.3 * len(names)
+    figure = Figure(figsize=(3.4 * len(tests) + 2, height), layout="constrained", dpi=150)
+    panels = figure.subplots(1, len(tests), sharey=True, squeeze=False)[0]
+    for axes, test in zip(panels, tests, strict=True):
+        for row in (row for row in rows if row["test"] == test):
+            y = names.index(_name(row))
+            axes.plot([max(row["low"], _FLOOR), row["high"]], [y, y], color=_COLOURS[0])
+            if row["errors"]:
+                axes.plot(row["errors"] / row["counted"], y, "o", color=_COLOURS[0])
+                axes.plot([max(row[k], _FLOOR) for k in ("least", "greatest")], [y, y], "|k")
+            else:
+                axes.plot(row["high"], y, "<", color=_COLOURS[0])
+            if row["published"]:
+                axes.plot(row["published"], y, "x", color=_COLOURS[1])
+        axes.set(xscale="log", xlim=(_FLOOR, 1), title=test, xlabel="share of errors")
+        axes.set_yticks(range(len(names)), names)
+        _tidy(axes)
+    figure.suptitle(
+        "Flip-flop: dots pooled, lines 95 %, ticks each seed's least and greatest, ◂ no error: "
+        "at most, × published",
+        fontsize=9,
+    )
+    return figure
+
+
+def _group_words(rows: Sequence[Row]) -> Figure:
+    fewest = [row for row in rows if row["kind"] == "fewest"]
+    titles = list(dict.fromkeys(row["title"] for row in fewest))
+    names = list(dict.fromkeys(row["encoding"] for row in fewest))
+    figure = Figure(figsize=(4 * len(titles), 3.4), layout="constrained", dpi=150)
+    panels = figure.subplots(1, len(titles), squeeze=False)[0]
+    for axes, title in zip(panels, titles, strict=True):
+        for name in names:
+            mine = [row for row in fewest if (row["title"], row["encoding"]) == (title, name)]
+            done = [row for row in mine if row["layers"] is not None]
+            n = names.index(name)
+            shift = 0.04 * (n - len(names) / 2)  # lines that coincide stay visible
+            style = {"color": _COLOURS[n % 8], "marker": _MARKERS[n % 8], "markersize": 4}
+            at = [row["length"] for row in done]
+            axes.plot(at, [row["layers"] + shift for row in done], label=name, **style)
+        most = max(row["tried"] for row in fewest if row["title"] == title)
+        axes.set(title=title, xlabel="length", ylabel="fewest layers, every seed > 90 %")
+        axes.set_yticks(range(1, most + 1))
+        axes.set_ylim(0.7, most + 0.3)
+        _tidy(axes)
+    figure.axes[0].legend(frameon=False, fontsize=7)
+    return figure
+
+
+def _mqrar(rows: Sequence[Row]) -> Figure:
+    figure = Figure(figsize=(5.4, 3.8), layout="constrained", dpi=150)
+    axes = figure.subplots()
+    for n, name in enumerate(dict.fromkeys(_name(row) for row in rows)):
+        mine = sorted((row for row in rows if _name(row) == name), key=_n_back)
+        at = [_n_back(row) for row in mine]
+        style = {"color": _COLOURS[n % 8], "marker": _MARKERS[n % 8], "markersize": 5}
+        axes.plot(at, [1 - row["share"] for row in mine], label=name, **style)
+        low, high = [1 - row["greatest"] for row in mine], [1 - row["least"] for row in mine]
+        axes.fill_between(at, low, high, color=style["color"], alpha=0.18, linewidth=0)
+    axes.set(xlabel="N", ylabel="accuracy", ylim=(-0.02, 1.02))
+    axes.set_xticks(sorted({_n_back(row) for row in rows}))
+    axes.set_title("MQRAR-N: mean of seeds, shaded from the least to the greatest", fontsize=10)
+    axes.legend(frameon=False, fontsize=8)
+    _tidy(axes)
+    return figure
+
+
+def _n_back(row: Row) -> int:
+    return int(row["title"].rpartition("-")[2])
+
+
+def _name(row: Row) -> str:
+    words = [f"{row['encoding']}, {row['layers']} layer{'s' * (row['layers'] > 1)}"]
+    return "; ".join(words + [row["change"]] * bool(row["change"]))
+
+
+def _tidy(axes: Axes) -> None:
+    axes.grid(color="0.9", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)

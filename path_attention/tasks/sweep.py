@@ -1,0 +1,216 @@
+"""A sweep: a queue of files that workers on any number of devices take jobs from.
+
+    queue/0003-1f….json   a job: runs of one shape, trained as replicas of one batched model
+    locks/1f…             held by the worker that has the job, let go by the system if it dies
+    state/1f….pt          its last checkpoint, from which another worker goes on, bit for bit
+    runs/RUN.json         a run's result; a run that has one is never done again
+    models/RUN/           its model, for `from_pretrained`, if asked for
+    failed/1f….txt        why a job failed
+
+Nothing else is shared, so workers may also be started by hand on other machines with the folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from path_attention.results import write_result, write_whole
+from path_attention.tasks.engine import Engine, Say
+from path_attention.tasks.recipe import TaskRecipe
+from path_attention.tasks.record import result_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workers:
+    """Who does the work.
+
+    Attributes:
+        devices: where; ("auto",) is every GPU, or the CPU if there is none.
+        each: workers on each device, side by side.
+        threads: CPU threads of a worker; None leaves PyTorch's choice.
+        replicas: the most runs of one shape to train as one batched model.
+        compile: use `torch.compile`.
+        models: keep the trained models.
+    """
+
+    devices: tuple[str, ...] = ("auto",)
+    each: int = 1
+    threads: int | None = None
+    replicas: int = 16
+    compile: bool = False
+    models: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("each", "replicas"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+
+    def places(self) -> list[str]:
+        """A device for each worker."""
+        devices = self.devices
+        if devices == ("auto",):
+            count = torch.cuda.device_count()
+            devices = tuple(f"cuda:{n}" for n in range(count)) if count else ("cpu",)
+        return [device for device in devices for _ in range(self.each)]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Runs of one shape, done together."""
+
+    recipes: tuple[TaskRecipe, ...]
+    command: str
+    compile: bool = False
+    models: bool = False
+
+    @property
+    def name(self) -> str:
+        runs = "\n".join(recipe.run for recipe in self.recipes)
+        return hashlib.sha256(runs.encode()).hexdigest()[:12]
+
+    def to_json(self) -> str:
+        values = {
+            "command": self.command,
+            "compile": self.compile,
+            "models": self.models,
+            "recipes": [recipe.to_dict() for recipe in self.recipes],
+        }
+        return json.dumps(values, indent=1, allow_nan=False) + "\n"
+
+    @classmethod
+    def read(cls, path: Path) -> Job:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        values["recipes"] = tuple(TaskRecipe.from_dict(recipe) for recipe in values["recipes"])
+        return cls(**values)
+
+
+def result_path(out: Path, recipe: TaskRecipe) -> Path:
+    """Where a run's result goes."""
+    return out / "runs" / f"{recipe.run}.json"
+
+
+def queued(out: Path) -> list[Job]:
+    """The jobs of a sweep's folder, done or not, in order."""
+    return [Job.read(path) for path in sorted((out / "queue").glob("*.json"))]
+
+
+def missing(out: Path) -> list[TaskRecipe]:
+    """The runs of a sweep's folder that have no result."""
+    recipes = {recipe.run: recipe for job in queued(out) for recipe in job.recipes}
+    return [recipe for recipe in recipes.values() if not result_path(out, recipe).exists()]
+
+
+def make_jobs(recipes: Sequence[TaskRecipe], command: str, workers: Workers) -> list[Job]:
+    """Jobs in the order of their first runs, each of at most `workers.replicas` of one shape."""
+    by_shape: dict[str, list[TaskRecipe]] = {}
+    for recipe in {recipe.run: recipe for recipe in recipes}.values():
+        by_shape.setdefault(recipe.shape, []).append(recipe)
+    return [
+        Job(tuple(group[n : n + workers.replicas]), command, workers.compile, workers.models)
+        for group in by_shape.values()
+        for n in range(0, len(group), workers.replicas)
+    ]
+
+
+def enqueue(out: Path, recipes: Sequence[TaskRecipe], command: str, workers: Workers) -> None:
+    """Add what is neither done nor in the queue yet, behind what is."""
+    jobs = queued(out)
+    known = {recipe.run for job in jobs for recipe in job.recipes}
+    new = [r for r in recipes if r.run not in known and not result_path(out, r).exists()]
+    for n, job in enumerate(make_jobs(new, command, workers), start=len(jobs)):
+        write_whole(out / "queue" / f"{n:04d}-{job.name}.json", job.to_json())
+
+
+def run_job(out: Path, job: Job, device: str, say: Say | None = None) -> None:
+    """Do a job, or what is left of it after its last checkpoint, and write its results."""
+    engine = Engine(job.recipes, device=device, compile=job.compile)
+    checkpoint = out / "state" / f"{job.name}.pt"
+    for r, outcome in enumerate(engine.run(checkpoint, say)):
+        if job.models:
+            engine.model(r).save_pretrained(out / "models" / outcome.recipe.run)
+        write_result(result_path(out, outcome.recipe), result_of(engine, outcome, job.command))
+    checkpoint.unlink(missing_ok=True)
+
+
+def work(out: Path, device: str, say: Say | None = None) -> int:
+    """Take jobs from the queue until none is left to take. Returns how many failed."""
+    failures = 0
+    for path in sorted((out / "queue").glob("*.json")):
+        job = Job.read(path)
+        with _lock(out / "locks" / job.name) as mine:
+            if not mine or all(result_path(out, recipe).exists() for recipe in job.recipes):
+                continue
+            failure = out / "failed" / f"{job.name}.txt"
+            try:
+                run_job(out, job, device, say)
+            except Exception as error:  # one job's failure must not cost the others
+                failures += 1
+                write_whole(failure, traceback.format_exc())
+                if say is not None:
+                    say(f"{path.name} failed: {error}")
+            else:
+                failure.unlink(missing_ok=True)
+    return failures
+
+
+def sweep(out: Path, recipes: Sequence[TaskRecipe], command: str, workers: Workers) -> None:
+    """Do every run that has no result yet; SIGINT ends the workers, and a later call goes on.
+
+    Raises:
+        ValueError: some runs came to no result; names them and says why.
+    """
+    enqueue(out, recipes, command, workers)
+    environment = {**os.environ}
+    if workers.threads is not None:
+        environment["OMP_NUM_THREADS"] = str(workers.threads)
+    words = [sys.executable, "-m", "path_attention.tasks.sweep", str(out)]
+    started = [subprocess.Popen([*words, place], env=environment) for place in workers.places()]
+    try:
+        for process in started:
+            process.wait()
+    finally:
+        for process in started:
+            process.terminate()
+            process.wait()
+    lacking = [r.run for r in recipes if not result_path(out, r).exists()]
+    if lacking:
+        reasons = [
+            path.read_text(encoding="utf-8").strip().splitlines()[-1]
+            for path in sorted((out / "failed").glob("*.txt"))
+        ]
+        raise ValueError(f"runs: no result of {lacking}; failures: {reasons or 'none noted'}")
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[bool]:
+    """Whether the lock was free; it is held inside."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
+def _main() -> None:
+    out, device = sys.argv[1:]
+    failures = work(Path(out), device, lambda line: print(f"{device} {line}", flush=True))
+    raise SystemExit(1 if failures else 0)
+
+
+if __name__ == "__main__":
+    _main()
