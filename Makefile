@@ -16,14 +16,15 @@ COMMAND := $(BIN)/path-attention
 export GOMP_SPINCOUNT := 5000
 
 .NOTPARALLEL:
-.PHONY: help test lint format demo seeds clean
+.PHONY: help test lint format demo demo-tasks seeds clean
 
 help:
-	@echo "make demo    train two small models on this machine's CPU and compare them (10 minutes)"
-	@echo "make test    the whole test suite"
-	@echo "make lint    ruff and pyright"
-	@echo "make seeds   the demo for SEEDS=0,1,2 and its result in results/"
-	@echo "make clean   remove what the others made, runs/ apart"
+	@echo "make demo         train two small models on this machine's CPU and compare them (10 minutes)"
+	@echo "make demo-tasks   a small flip-flop: PaTH beside RoPE (5 minutes)"
+	@echo "make test         the whole test suite"
+	@echo "make lint         ruff and pyright"
+	@echo "make seeds        the demo for SEEDS=0,1,2 and its result in results/"
+	@echo "make clean        remove what the others made, runs/ apart"
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -67,6 +68,13 @@ demo-seed-%: $(STAMP)
 	$(COMMAND) train demo_rope --seed $* --data.corpus $(DEMO)/corpus --out $(DEMO)/seed$*/rope
 	$(COMMAND) evaluate perplexity $(DEMO)/seed$*/path $(DEMO)/seed$*/rope --data $(DEMO)/corpus \
 	  --lengths 256,512,1024,2048,4096 --windows 32 --out $(DEMO)/seed$*/perplexity
+
+# Trains PaTH and RoPE on a small flip-flop, two seeds each, one encoding a core, and prints their
+# errors. Interrupted, it goes on where it was.
+demo-tasks: $(STAMP)
+	$(COMMAND) task sweep --grids demo --out runs/demo-tasks --workers.devices cpu \
+	  --workers.each 2 --workers.threads 1
+	$(COMMAND) task report --out runs/demo-tasks --to runs/demo-tasks/report
 
 # The demo's two curves over several training seeds, for results/.
 seeds: $(EACH_SEED:%=demo-seed-%)

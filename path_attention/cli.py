@@ -33,6 +33,31 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
         "MergeSeeds",
         "RESULT …: one result and figure from the evaluations of several seeds",
     ),
+    ("task", "run", "flip_flop"): (
+        "path_attention.recipes.tasks_command",
+        "RunFlipFlop",
+        "train on flip-flop: remember one bit over distractors",
+    ),
+    ("task", "run", "group_words"): (
+        "path_attention.recipes.tasks_command",
+        "RunGroupWords",
+        "train on words in a group: A5, S5, S3, Z60",
+    ),
+    ("task", "run", "mqrar"): (
+        "path_attention.recipes.tasks_command",
+        "RunMqrar",
+        "train on recall of a key's N-th last value",
+    ),
+    ("task", "sweep"): (
+        "path_attention.recipes.tasks_command",
+        "SweepTasks",
+        "grids of runs on synthetic tasks, on any number of devices",
+    ),
+    ("task", "report"): (
+        "path_attention.tasks.report",
+        "ReportTasks",
+        "their tables beside the published numbers, and figures",
+    ),
     ("analyze", "swaps"): (
         "path_attention.analysis.swaps",
         "AnalyzeSwaps",
