@@ -1,0 +1,102 @@
+"""A run of tokens as a unit, differentiably: queries to its start, keys to its end, its transition.
+
+docs/algorithm.md §3 and §4: the tree of `blockwise`, of which only the moves are wanted here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from path_attention.ops import blockwise as tree
+from path_attention.ops import ut_transform
+from path_attention.ops.sequences import Group, Heads, gather, make_groups, scatter, to_heads
+
+
+def run_transport(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `blockwise.chunk_transport`, with gradients; docs/algorithm.md §3.
+
+        q_start_i = H_1 ⋯ H_i q_i,   k_end_jᵀ = k_jᵀ H_{j+1} ⋯ H_T,   transition = H_1 ⋯ H_T
+
+    Args:
+        q: `[B, T, HQ, D]`, T ≥ 1; HQ may be 0.
+        k: `[B, T, H, D]`.
+        w: `[B, T, H, D]`, or `[B, T, H, n, D]` of n factors a token.
+        beta: `[B, T, H]` or `[B, T, H, n]`.
+
+    Returns:
+        q_start `[B, T, HQ, D]`, k_end `[B, T, H, D]`, transition `[B, H, D, D]`, in float32
+        (float64 for float64 inputs). Differentiable once.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    if w.dim() == 5:
+        w, beta = w.flatten(2, 3), beta.flatten(2, 3)
+    with torch.autocast(q.device.type, enabled=False):
+        return _Transport.apply(*(x.to(dtype) for x in (q, k, w, beta)))
+
+
+class _Transport(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
+        B, _, H, D = k.shape
+        group, x = _gather(q, k, w, beta)
+        moved = tree._start(tree._solve(group, x))
+        for level in tree._levels(group):
+            moved = tree._move(moved, level)
+        ctx.save_for_backward(q, k, w, beta)
+        assert moved.transition is not None
+        return (
+            _scatter(group, moved.q, q),
+            _scatter(group, moved.k, k),
+            moved.transition.reshape(B, H, D, D),
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dtransition: Tensor) -> tuple[Tensor, ...]:
+        q, k, w, beta = ctx.saved_tensors
+        B, _, H, D = k.shape
+        with torch.autocast(q.device.type, enabled=False):
+            group, x = _gather(q, k, w, beta)
+            block = tree._solve(group, x)
+            moved, kept = tree._start(block), []
+            for level in tree._levels(group):
+                kept.append((level, tree._keep(level, moved, True), moved.transition))
+                moved = tree._move(moved, level)
+            grad = tree._Moved(
+                to_heads(group, dq, H).clone(),
+                to_heads(group, dk, H).clone(),
+                dtransition.reshape(B * H, 1, D, D),
+            )
+            for level, operands, transition in reversed(kept):
+                grad = tree._move_backward(level, operands, transition, grad)
+            scores = block.q.new_zeros(*block.q.shape[:-1], block.k.shape[-2])
+            parts = ut_transform.backward(
+                block,
+                scores,
+                tree._blocks(group, grad.q),
+                tree._blocks(group, grad.k),
+                grad.transition,
+            )
+        dq, dk, dw, dbeta = (part.flatten(1, 2) for part in parts if part is not None)
+        return (
+            _scatter(group, dq, q),
+            _scatter(group, dk, k),
+            _scatter(group, dw, w),
+            _scatter(group, dbeta[..., None], beta[..., None])[..., 0],
+        )
+
+
+def _gather(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[Group, Heads]:
+    group = make_groups(None, k.shape[0], k.shape[1], tree.BLOCK)[0]
+    return group, gather(group, q, k, k, w, beta, None)
+
+
+def _scatter(group: Group, x: Tensor, like: Tensor) -> Tensor:
+    whole = torch.empty_like(like, memory_format=torch.contiguous_format)
+    if whole.numel():
+        scatter(group, whole, x)
+    return whole
