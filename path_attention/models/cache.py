@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NoReturn
 
 import torch
@@ -11,6 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from path_attention.nn.cache import LayerCache
+from path_attention.nn.cache_units import memory
 
 LAYER_TYPE = "path_attention"
 # transformers 5.24 renamed the output, and warns at the old name.
@@ -25,12 +27,13 @@ class PathAttentionCacheLayer(LayerCache, CacheLayerMixin):
 
     _layer_type = LAYER_TYPE
     is_compileable = False
-    is_croppable = False
+    is_croppable = True
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, **kwargs: Any) -> None:
-        LayerCache.__init__(self)
+    def __init__(self, unit: int | None = None, **kwargs: Any) -> None:
+        LayerCache.__init__(self, unit)
+        self.device: torch.device | None = None  # where to come back to, once offloaded
 
     @property
     def is_initialized(self) -> bool:
@@ -60,26 +63,36 @@ class PathAttentionCacheLayer(LayerCache, CacheLayerMixin):
         """Refused: keys alone don't say how to move the past."""
         raise ValueError("cache: expected path_attention's Attention to extend it, got update()")
 
-    def offload(self) -> NoReturn:
-        """Refused: this cache stays on its device."""
-        raise ValueError("cache: expected it to stay on its device, got offload()")
+    def offload(self) -> None:
+        """Take everything to the host."""
+        if self.lengths is not None and self.lengths.device.type != "cpu":
+            self.device = self.lengths.device
+            self.move(torch.device("cpu"))
 
-    prefetch = offload
+    def prefetch(self) -> None:
+        """Bring everything back to its device."""
+        if self.device is not None:
+            self.move(self.device)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refused unless 0: past keys are rewritten at each step and can't be taken back."""
-        if tokens_to_remove:
+        """Drop the last −tokens_to_remove columns, as transformers counts: `LayerCache.crop`.
+
+        Raises ValueError on a number above 0, and where a sealed unit would have to be undone.
+        """
+        if tokens_to_remove > 0:
             raise ValueError(
-                "tokens_to_remove: expected 0, since past keys are rewritten and can't be taken "
-                f"back, got {tokens_to_remove}"
+                "tokens_to_remove: expected at most 0, minus the number of tokens to drop, "
+                f"got {tokens_to_remove}"
             )
+        if self.seen:
+            super().crop(max(0, self.seen + tokens_to_remove))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row n becomes what row beam_idx[n] was, in all state."""
         self.select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row."""
+        """Repeat each row; sealed units are shared, not repeated."""
         if self.lengths is not None:
             rows = torch.arange(len(self.lengths), device=self.lengths.device)
             self.select(rows.repeat_interleave(repeats))
@@ -96,8 +109,6 @@ def layer_caches(cache: Cache, layers: int) -> list[PathAttentionCacheLayer]:
     """
     if not isinstance(cache, Cache):
         raise ValueError(f"cache: expected a transformers Cache, got {type(cache).__name__}")
-    if cache.offloading:
-        raise ValueError("cache: expected one that stays on its device, got offloading=True")
     if not cache.layers and cache.layer_class_to_replicate is not None:
         cache.layers.extend(PathAttentionCacheLayer() for _ in range(layers))
         cache.layer_class_to_replicate = None
@@ -107,3 +118,31 @@ def layer_caches(cache: Cache, layers: int) -> list[PathAttentionCacheLayer]:
             f"cache: expected DynamicCache(config=model.config) of {layers} layers, got {cache}"
         )
     return ours
+
+
+def fork_cache(cache: Cache) -> Cache:
+    """Another cache of the same past; both share every sealed unit: `LayerCache.fork`.
+
+    Raises ValueError on a cache of another kind.
+    """
+    other = copy.copy(cache)
+    layers: list[Any] = [layer.fork() for layer in layer_caches(cache, len(cache.layers))]
+    other.layers = layers
+    return other
+
+
+def crop_cache(cache: Cache, length: int) -> None:
+    """Keep the first `length` columns of every layer, or of none if one can't.
+
+    Raises ValueError naming the nearest lengths that it can do.
+    """
+    layers = layer_caches(cache, len(cache.layers))
+    for layer in layers:
+        layer.check_crop(length)
+    for layer in layers:
+        LayerCache.crop(layer, length)
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Bytes that a cache's tensors take, free room included and shared ones counted once."""
+    return memory(layer_caches(cache, len(cache.layers)))

@@ -152,7 +152,10 @@ class PathAttentionModel(PathAttentionPreTrainedModel):
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         past = self._cache(past, use_cache, packing)
         caches = [None] * len(self.layers) if past is None else layer_caches(past, len(self.layers))
-        rows = Rows.of(x, attention_mask, packing, seen=caches[0].seen if caches[0] else 0)
+        seen = None if caches[0] is None else caches[0].seen
+        rows = Rows.of(x, attention_mask, packing, seen=seen)
+        if past is not None and past.offloading:
+            past.layers[0].prefetch()
         positions = count_positions(x, packing, caches[0])
         if position_ids is not None:
             rows.check_positions(position_ids, positions)
@@ -165,6 +168,8 @@ class PathAttentionModel(PathAttentionPreTrainedModel):
         for layer, layer_cache in zip(self.layers, caches, strict=True):
             if output_hidden_states:
                 states.append(rows.restore(x))
+            if past is not None and past.offloading and layer_cache is not None:
+                layer_cache.prefetch()
             x = layer(
                 x,
                 positions,
@@ -173,6 +178,8 @@ class PathAttentionModel(PathAttentionPreTrainedModel):
                 valid=rows.valid,
                 layer_cache=layer_cache,
             )
+            if past is not None and past.offloading and layer_cache is not None:
+                layer_cache.offload()
         x = rows.restore(self.norm(x))
         hidden = (*states, x) if output_hidden_states else None
         kept: dict[str, Any] = {CACHE_NAME: past}
@@ -278,8 +285,10 @@ class PathAttentionForCausalLM(PathAttentionPreTrainedModel, GenerationMixin):
 
     def _prepare_cache_for_generation(self, generation_config: Any, *args: Any) -> Any:
         kind = generation_config.cache_implementation
-        if kind not in (None, "dynamic", "dynamic_full"):
-            raise ValueError(f"cache_implementation: expected None or 'dynamic', got {kind!r}")
+        if kind not in (None, "dynamic", "dynamic_full", "offloaded"):
+            raise ValueError(
+                f"cache_implementation: expected None, 'dynamic' or 'offloaded', got {kind!r}"
+            )
         generation: Any = super()
         return generation._prepare_cache_for_generation(generation_config, *args)
 

@@ -28,10 +28,12 @@ class Rows:
 
     @classmethod
     def of(
-        cls, x: Tensor, attention_mask: Tensor | None, packing: Packing | None, *, seen: int
+        cls, x: Tensor, attention_mask: Tensor | None, packing: Packing | None, *, seen: int | None
     ) -> Rows:
-        """From a mask over x `[B, T, …]`, or over `seen` columns of the past and x.
+        """From a mask over x `[B, T, …]`, or over `seen` columns of a cache and x.
 
+        With a cache (`seen` given), a mask without padding is none: attention to the past is faster
+        and the cache smaller without, which is worth a look at the mask.
         Raises ValueError on a mask of another shape, or one together with packing.
         """
         B, T = x.shape[:2]
@@ -41,13 +43,16 @@ class Rows:
             return cls()
         if packing is not None:
             raise ValueError("attention_mask: expected None with packed documents, got a tensor")
-        shapes = [[B, T], [B, seen + T]]
+        shapes = [[B, T], [B, (seen or 0) + T]]
         if list(attention_mask.shape) not in shapes:
             raise ValueError(
                 f"attention_mask: expected {' or '.join(map(str, shapes[: 1 + bool(seen)]))}, "
                 f"got {list(attention_mask.shape)}"
             )
-        real = attention_mask[:, seen if attention_mask.shape[1] != T else 0 :].bool().to(x.device)
+        past = seen if seen is not None and attention_mask.shape[1] != T else 0
+        real = attention_mask[:, past:].bool().to(x.device)
+        if seen is not None and real.all():
+            return cls()
         if T == 1:
             return cls(real)
         order = (~real).to(torch.int8).argsort(dim=1, stable=True)

@@ -76,8 +76,8 @@ class Attention(nn.Module):
         _check(x, positions, token_ids, packing, valid, cache)
         if positions is None:
             positions = count_positions(x, packing, cache)
-        state = None if cache is None else cache.state
-        chunk = Chunk(positions, token_ids, packing, valid, state)
+        before = None if cache is None else cache.before
+        chunk = Chunk(positions, token_ids, packing, valid, before)
         q = self.q_norm(self.q_proj(x).unflatten(2, (self.heads, -1)))
         k = self.k_norm(self.k_proj(x).unflatten(2, (self.kv_heads, -1)))
         v = self.v_proj(x).unflatten(2, (self.kv_heads, -1))

@@ -1,8 +1,7 @@
 """What one attention layer keeps between chunks of a sequence: the state of decoding.
 
-A chunk attends itself through the operator and the past through this cache. Under Householder
-factors every past key is kept moved to the last token seen ("now"), and appending a chunk moves
-the past on by the chunk's transition.
+docs/algorithm.md §5. A chunk attends itself through the operator and the past through this cache,
+of which the sealed part never changes, so it can be shared, forked, stored and taken back.
 """
 
 from __future__ import annotations
@@ -14,80 +13,29 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from path_attention.nn.cache_storage import Buffers, sums_behind
+from path_attention.nn.cache_units import SealedUnits
+from path_attention.nn.encoding import Chunk
 from path_attention.ops.blockwise import chunk_transport
+from path_attention.ops.decode import (
+    KeyGroup,
+    Past,
+    decode_attention,
+    decode_stick_breaking,
+    merge,
+)
+from path_attention.ops.linear import linear_attention
+from path_attention.ops.path import path_attention
 
 
-class LayerCache:
-    """Past keys, values, gate sums, and what encoding and normalizer keep, of one layer.
+class LayerCache(SealedUnits):
+    """The past of one layer, and how a chunk attends it, whatever the encoding.
 
-    Softmax under transport or decay (`extend`):
-
-        score(i, s) = scale · (H_1 ⋯ H_i q_i) · k̂_s  +  Σ log_forget from the chunk's start to i
-                                                      +  Σ log_forget from after s to now
-
-    with k̂_sᵀ = k_sᵀ H_{s+1} ⋯ H_now in float32; both gate sums are at most 0 and neither is a
-    difference. Appending: k̂ ← k̂ P for the chunk's transition P. docs/algorithm.md §5. Without
-    either (`extend_plain`) keys stay as they are and SDPA reads them; stick-breaking
-    (`extend_stick_breaking`) gives the past what a chunk leaves of the stick; the linear normalizer
-    keeps one matrix a head in `state`, and no keys.
-
-    Keys are rewritten by products that may be singular, so tokens can't be taken back (no crop).
-    Rows may differ in length: padding follows a row's real tokens in each chunk, and leaves a slot
-    that no query sees. The cache holds no gradients, and backward through it raises.
-
-    Attributes:
-        seen: the number of columns seen, padding included.
-        lengths: int64 `[B]`, the number of real tokens of each row; None while empty.
-        keys: `[B, seen, H, D]`; k̂, float32, under a Householder transport.
-        values: `[B, seen, H, DV]`.
-        decay: Σ log_forget from after each slot to now, `[B, seen, HQ]`, or None without a decay.
-        valid: bool `[B, seen]`, False in a padded slot; None while no chunk had padding.
-        state: what encoding and normalizer keep, by name, batch first.
+    Under transport or decay (`extend`) a query reaches a sealed unit through the tail, one matrix
+    of its group and one inside it. Where nothing moves (`extend_plain`, `extend_stick_breaking`)
+    keys and values stay as they came. The linear normalizer (`extend_linear`) keeps one matrix a
+    head. The cache holds no gradients, and backward through it raises.
     """
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self.seen = 0
-        self.lengths: Tensor | None = None
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-        self.decay: Tensor | None = None
-        self.valid: Tensor | None = None
-        self.state: dict[str, Tensor] = {}
-
-    def select(self, rows: Tensor) -> None:
-        """Keep these rows of the batch, in this order: beam search, repetition, pruning."""
-        for name in ("lengths", "keys", "values", "decay", "valid"):
-            tensor = getattr(self, name)
-            if tensor is not None:
-                setattr(self, name, tensor.index_select(0, rows.to(tensor.device)))
-        for name, tensor in self.state.items():
-            self.state[name] = tensor.index_select(0, rows.to(tensor.device))
-
-    def count(self, chunk: Tensor, valid: Tensor | None) -> None:
-        """Note that a chunk `[B, T, …]` was seen, of which `valid` `[B, T]` (None: all) is real."""
-        B, T = chunk.shape[:2]
-        if valid is None:
-            new = torch.full((B,), T, dtype=torch.int64, device=chunk.device)
-        else:
-            new = valid.sum(1)
-        self.lengths = new if self.lengths is None else self.lengths + new
-        self.seen += T
-
-    def append(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
-        """Add a chunk's keys and values, which the past's are not moved by, and count it."""
-        B, T = k.shape[:2]
-        if valid is not None or self.valid is not None:
-            none = k.new_ones(B, self.seen, dtype=torch.bool)
-            past = none if self.valid is None else self.valid
-            now = k.new_ones(B, T, dtype=torch.bool) if valid is None else valid
-            self.valid = torch.cat([past, now], 1)
-        self.keys = k.detach() if self.keys is None else torch.cat([self.keys, k.detach()], 1)
-        self.values = v.detach() if self.values is None else torch.cat([self.values, v.detach()], 1)
-        self.count(k, valid)
 
     def extend(
         self,
@@ -101,7 +49,7 @@ class LayerCache:
         log_forget: Tensor | None,
         *,
         scale: float,
-        valid: Tensor | None,
+        chunk: Chunk,
     ) -> Tensor:
         """Let a chunk attend the past too, by softmax, then append it.
 
@@ -109,55 +57,48 @@ class LayerCache:
             out: the chunk's attention to itself, `[B, T, HQ, DV]`; lse: its log-sum-exp
                 `[B, T, HQ]`; both as `path_attention` returns them.
             q, k, v, w, beta, log_forget, scale: what `path_attention` was given.
-            valid: bool `[B, T]`, False for padding after a row's real tokens; None for none.
+            chunk: of its padding and its records.
 
         Returns:
             `[B, T, HQ, DV]` in out's dtype: the attention to past and chunk together.
         """
-        past = None
+        result, moved = None, None
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-            if valid is not None and beta is not None:
-                beta = beta.masked_fill(~valid.view(*valid.shape, *[1] * (beta.dim() - 2)), 0)
-            if valid is not None and log_forget is not None:
-                log_forget = log_forget.masked_fill(~valid[..., None], 0)
-            transition = None
-            if w is not None and beta is not None:
-                q, k, transition = chunk_transport(q, k, w, beta)
-            if self.keys is not None and self.values is not None:
-                scores = self._scores(q, self.keys, scale)
-                past = self._softmax(out, lse, scores, self.values, log_forget)
-                if transition is not None:
-                    self.keys = torch.einsum("bshd,bhde->bshe", self.keys, transition)
-            if log_forget is not None:
-                self._append_decay(log_forget)
-            self.append(k, v, valid)
-        return out if past is None else constant(out, past)
+            self._begin("moved", k)
+            raw = _raw(k, v, w, beta, log_forget, chunk.valid)
+            gates = raw.get("log_forget")
+            if self.seen:
+                past = self._past()
+                if "w" in raw:
+                    q, *moved = chunk_transport(q, k, raw["w"], raw["beta"])
+                elapsed = None if gates is None else gates.cumsum(1)
+                part = decode_attention(q, past, scale=scale, elapsed=elapsed)
+                result = merge(out.to(part[0].dtype), lse.to(part[1].dtype), *part)[0].to(out.dtype)
+            self._advance(chunk, raw, k, moved)
+        return out if result is None else constant(out, result)
 
     def extend_plain(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, valid: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, chunk: Chunk
     ) -> Tensor:
-        """Append a chunk and attend all that was seen, by SDPA; arguments as in `extend`.
+        """Append a chunk that nothing moves and attend all that was seen; as in `extend`.
 
-        There must be a past: a first chunk is `path_attention`'s alone.
+        One call of SDPA over all keys while they lie in one buffer, which a fork ends.
         """
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-            self.append(k, v, valid)
-            if self.keys is None or self.values is None:
-                raise RuntimeError("an empty cache has no past to attend")
-            T, S = q.shape[1], self.seen
-            mask: Tensor | None = None
-            if self.valid is not None:
-                slot = torch.arange(S, device=q.device)
-                own = torch.arange(S - T, S, device=q.device)[:, None]
-                # A query in padding sees itself at least: weights of nothing would be NaN.
-                mask = ((slot <= own) & self.valid[:, None] | (slot == own))[:, None]
-            elif T > 1:
-                mask = causal_lower_right(T, S)
-            keys, values = (x.to(q.dtype).transpose(1, 2) for x in (self.keys, self.values))
-            out = F.scaled_dot_product_attention(
-                q.transpose(1, 2), keys, values, attn_mask=mask, scale=scale, enable_gqa=True
-            )
-        return constant(q, out.transpose(1, 2))
+            self._begin("plain", k)
+            whole = len(self.groups) < 2 and (not self.seen or self.groups[0].has_room(k.shape[1]))
+            if whole and self.seen:
+                self._advance(chunk, {"k": k, "v": v}, k)
+                out = self._attend_all(q, scale)
+            elif self.seen:
+                part, part_lse = decode_attention(q, self._past(), scale=scale)
+                own, lse = path_attention(q, k, v, scale=scale, return_lse=True)
+                out = merge(own.to(part.dtype), lse.to(part.dtype), part, part_lse)[0].to(q.dtype)
+                self._advance(chunk, {"k": k, "v": v}, k)
+            else:
+                self._advance(chunk, {"k": k, "v": v}, k)
+                out = None
+        return path_attention(q, k, v, scale=scale) if out is None else constant(q, out)
 
     def extend_stick_breaking(
         self,
@@ -168,11 +109,9 @@ class LayerCache:
         v: Tensor,
         *,
         scale: float,
-        valid: Tensor | None,
+        chunk: Chunk,
     ) -> Tensor:
         """Let a chunk break what it leaves of the stick on the past, then append it.
-
-            o_i += Σ_s σ(z_is) · exp(log_remaining_i + Σ_{s<l≤past} log(1 − σ(z_il))) · v_s
 
         Args:
             out, log_remaining: as `stick_breaking_attention` returns them for the chunk.
@@ -183,53 +122,102 @@ class LayerCache:
         """
         past = None
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-            if self.keys is not None and self.values is not None:
-                scores = self._scores(q, self.keys, scale)  # −∞ in padding: breaks nothing off
-                kept = F.logsigmoid(-scores)
-                later = kept.flip(-1).cumsum(-1)  # sums over the last 1 … S slots
-                later = F.pad(later[..., :-1], (1, 0)).flip(-1)
-                own = log_remaining.to(scores.dtype).unflatten(2, (scores.shape[1], -1))
-                weights = F.logsigmoid(scores) + later + own.permute(0, 2, 3, 1)[..., None]
-                added = torch.einsum(
-                    "bhgis,bshe->bihge", weights.exp(), self.values.to(scores.dtype)
-                )
-                past = (out.to(scores.dtype) + added.flatten(2, 3)).to(out.dtype)
-            self.append(k, v, valid)
+            self._begin("plain", k)
+            if self.seen:
+                groups = self._past().groups
+                added = decode_stick_breaking(q, groups, log_remaining, scale=scale)
+                past = (out.to(added.dtype) + added).to(out.dtype)
+            self._advance(chunk, {"k": k, "v": v}, k)
         return out if past is None else constant(out, past)
 
-    def _scores(self, q: Tensor, keys: Tensor, scale: float) -> Tensor:
-        """`[B, H, G, T, S]` in float32 or float64, −∞ in padded slots."""
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        scores = scale * torch.einsum(
-            "bihgd,bshd->bhgis", q.to(dtype).unflatten(2, (keys.shape[2], -1)), keys.to(dtype)
-        )
-        if self.valid is not None:
-            scores = scores.masked_fill(~self.valid[:, None, None, None], -torch.inf)
-        return scores
-
-    def _softmax(
-        self, out: Tensor, lse: Tensor, scores: Tensor, values: Tensor, log_forget: Tensor | None
+    def extend_linear(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        w: Tensor | None,
+        beta: Tensor | None,
+        log_forget: Tensor | None,
+        *,
+        scale: float,
+        chunk: Chunk,
     ) -> Tensor:
-        heads, dtype = (scores.shape[1], -1), scores.dtype  # H, G
-        if log_forget is not None and self.decay is not None:
-            elapsed = log_forget.to(dtype).cumsum(1).unflatten(2, heads)  # start → query
-            scores = scores + elapsed.permute(0, 2, 3, 1)[..., None]
-            scores = scores + self.decay.unflatten(2, heads).permute(0, 2, 3, 1)[..., None, :]
-        own = lse.to(dtype).unflatten(2, heads).permute(0, 2, 3, 1)  # [B, H, G, T]
-        total = torch.logaddexp(own, scores.logsumexp(-1))
-        past = torch.einsum(
-            "bhgis,bshe->bihge", (scores - total[..., None]).exp(), values.to(dtype)
-        )
-        share = (own - total).exp().permute(0, 3, 1, 2).flatten(2)[..., None]  # [B, T, HQ, 1]
-        return (out.to(dtype) * share + past.flatten(2, 3)).to(out.dtype)
+        """`linear_attention` of a chunk from the state of what was seen, which it moves on."""
+        self._begin("linear", k)
+        raw = _raw(k, v, w, beta, log_forget, chunk.valid, hide_keys=True)
+        start, before = self._states or (None, None)
+        units = self._complete_units(q.shape[1], chunk)
+        # The state at the next border comes by the way if that lies inside the chunk.
+        border = units * self.unit - self.tail.length
+        if units and border <= 0:
+            with torch.no_grad():
+                start = self._state_after(units * self.unit)
+        outs, after = [], before
+        for part in (slice(0, max(0, border)), slice(max(0, border), None)):
+            x = {name: y[:, part] for name, y in {"q": q, **raw}.items()}
+            if x["q"].shape[1]:
+                out, after = linear_attention(**x, scale=scale, state=after)  # pyright: ignore[reportArgumentType]
+                outs.append(out)
+            if part.stop:
+                start = after
+        with torch.no_grad():
+            if after is None:
+                raise ValueError("q: expected at least one token, got none")
+            self._states = (None if start is None else start.detach(), after.detach())
+            first = not self.seen
+            self._advance(chunk, {name: x.detach() for name, x in raw.items()}, k)
+        out = torch.cat(outs, 1)
+        return out if first else constant(out, out.detach())
 
-    def _append_decay(self, log_forget: Tensor) -> None:
-        dtype = torch.promote_types(log_forget.dtype, torch.float32)
-        after = log_forget.to(dtype).flip(1).cumsum(1)  # sums over the last 1 … T tokens
-        decay = torch.cat([torch.zeros_like(after[:, :1]), after[:, :-1]], 1).flip(1)
-        if self.decay is not None:
-            decay = torch.cat([self.decay + after[:, -1:], decay], 1)
-        self.decay = decay
+    def _attend_all(self, q: Tensor, scale: float) -> Tensor:
+        """Attend a single group, the chunk being its last tokens."""
+        keys, values, valid = (self.groups[0].read(n) for n in ("keys", "values", "valid"))
+        T, S = q.shape[1], self.seen
+        mask: Tensor | None = None
+        if valid is not None:
+            slot = torch.arange(S, device=q.device)
+            own = torch.arange(S - T, S, device=q.device)[:, None]
+            # A query in padding sees itself at least: weights of nothing would be NaN.
+            mask = ((slot <= own) & valid[:, None] | (slot == own))[:, None]
+        elif T > 1:
+            mask = causal_lower_right(T, S)
+        k, v = (x.to(q.dtype).transpose(1, 2) for x in (keys, values) if x is not None)
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k, v, attn_mask=mask, scale=scale, enable_gqa=True
+        )
+        return out.transpose(1, 2)
+
+    def _past(self) -> Past:
+        """What the next chunk's queries attend."""
+        self._freshen()
+        groups = []
+        for n, group in enumerate(self.groups):
+            last = n == len(self.groups) - 1
+            keys, values = group.read("keys"), group.read("values")
+            if keys is None or values is None:
+                continue
+            groups.append(
+                KeyGroup(
+                    keys,
+                    values,
+                    rows=group.rows,
+                    suffix=group.suffix,
+                    after=None if self._after is None or last else self._after[:, n],
+                    decay=group.read("decay"),
+                    unit_decay=group.fade,
+                    after_decay=None if self._fade is None or last else self._fade[:, n],
+                    valid=group.read("valid"),
+                )
+            )
+        tail = self.tail
+        if self.kind == "plain" or not tail.length:
+            return Past(tuple(groups))
+        gates, decay, total = tail.get("log_forget"), None, None
+        if gates is not None:
+            decay, total = sums_behind(gates)
+        keys = tail["moved"] if "w" in tail.buffers else tail["k"]
+        now = KeyGroup(keys, tail["v"], decay=decay, valid=tail.get("valid"))
+        return Past(tuple(groups), now, self._transition, total)
 
 
 def constant(source: Tensor, value: Tensor) -> Tensor:
@@ -245,3 +233,28 @@ class _Constant(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise RuntimeError("gradients don't flow through a cache: run the whole sequence without")
+
+
+def _raw(
+    k: Tensor,
+    v: Tensor,
+    w: Tensor | None,
+    beta: Tensor | None,
+    log_forget: Tensor | None,
+    valid: Tensor | None,
+    hide_keys: bool = False,
+) -> Buffers:
+    """A chunk's inputs by name; padding moves and fades nothing."""
+    if log_forget is not None:
+        log_forget = log_forget.to(torch.promote_types(log_forget.dtype, torch.float32))
+    given = {"k": k, "v": v, "w": w, "beta": beta, "log_forget": log_forget}
+    named = {name: x for name, x in given.items() if x is not None}
+    for name in ("beta", "log_forget", *(["k"] if hide_keys else [])):
+        if valid is not None and name in named:
+            named[name] = hide(named[name], valid)
+    return named
+
+
+def hide(x: Tensor, valid: Tensor) -> Tensor:
+    """x `[B, T, …]` with zeros where valid `[B, T]` is False."""
+    return x.where(valid.view(*valid.shape, *[1] * (x.dim() - 2)), 0)

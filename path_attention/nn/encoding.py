@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, TypeVar, cast
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from path_attention.nn.configuration import AttentionConfig
 from path_attention.nn.normalization import Float32Linear
-from path_attention.ops.directions import convolution_state, householder_directions
+from path_attention.ops.directions import householder_directions
 from path_attention.ops.packing import Packing
 from path_attention.ops.rotation import Rotation, accumulate_angles, random_angles
 
@@ -47,6 +47,13 @@ def register_decay(name: str) -> Callable[[_D], _D]:
     return register
 
 
+class Record(NamedTuple):
+    """One value a token, of which the last `count` reach into the next chunk."""
+
+    values: Tensor  # [B, T, …]
+    count: int
+
+
 @dataclass(frozen=True)
 class Chunk:
     """What an encoding may know of a chunk of tokens besides their content.
@@ -57,33 +64,54 @@ class Chunk:
         packing: borders of packed documents (B = 1), or None.
         valid: bool `[B, T]`, False for padding, which only follows a row's real tokens; None where
             every token is real.
-        state: what the encoding keeps between chunks, by name, batch first; read and written in
-            place. None where nothing is kept (no cache).
+        before: what the last real tokens before the chunk recorded, by name, `[B, count, …]`,
+            oldest first. None where nothing is kept (no cache); read by `remember`.
+        records: what each of the chunk's tokens records, by name: written by `remember`, for the
+            cache to take.
     """
 
     positions: Tensor
     token_ids: Tensor | None = None
     packing: Packing | None = None
     valid: Tensor | None = None
-    state: dict[str, Tensor] | None = None
+    before: dict[str, Tensor] | None = None
+    records: dict[str, Record] = field(default_factory=dict)
 
     @property
     def lengths(self) -> Tensor | None:
         """int64 `[B]`, the number of real tokens of each row; None where every token is real."""
         return None if self.valid is None else self.valid.sum(1)
 
+    def recall(self, name: str) -> Tensor | None:
+        """What the last real tokens before this chunk recorded, `[B, count, …]`, oldest first.
+
+        None at a sequence's start and without a cache; zeros where a row is shorter than `count`.
+        """
+        return None if self.before is None else self.before.get(name)
+
+    def remember(self, name: str, values: Tensor, count: int = 1) -> None:
+        """Record `values` `[B, T, …]`, of which the next chunk recalls the last `count` real ones.
+
+        What must reach from chunk to chunk is recorded for each token, so that a cache can also be
+        taken back to any of them. Padding's values are skipped; gradients aren't kept.
+        """
+        if self.before is not None:
+            self.records[name] = Record(values.detach(), count)
+
     def accumulate(self, angles: Tensor) -> Rotation:
         """The rotation by the running sum of angles `[B, T, H, D/2]` since each document's start.
 
         Packed documents start anew, padding turns nothing, and the sum goes on from chunk to chunk
-        ("rotation" in `state`). Float32 or float64 angles; see `accumulate_angles`.
+        (the record "rotation"). Float32 or float64 angles; see `accumulate_angles`.
         """
-        state = None if self.state is None else self.state.get("rotation")
-        total, after = accumulate_angles(
-            angles, state=state, packing=self.packing, valid=self.valid
+        before = self.recall("rotation")
+        total, units = accumulate_angles(
+            angles,
+            state=None if before is None else before[:, 0],
+            packing=self.packing,
+            valid=self.valid,
         )
-        if self.state is not None:
-            self.state["rotation"] = after
+        self.remember("rotation", units)
         return Rotation.by(total)
 
 
@@ -218,7 +246,7 @@ class AccumulatedRotation(_Rotating):
     token id; what turns depends on which tokens lie between, so this is no position encoding.
     "random_position": a fixed draw for each position, so this is one: only where the two tokens
     stand decides. Draws are a hash of seed, key, head and pair: the same in every layer, process
-    and chunk. State: "rotation". Source: arXiv 2606.24975; the law of the random angles and the
+    and chunk. Record: "rotation". Source: arXiv 2606.24975; the law of the random angles and the
     projection of the learned ones are open there and chosen here.
     """
 
@@ -278,8 +306,8 @@ class Householder(_Strengths):
         w_t = householder_directions(low-rank projection of x_t),  β_t = beta_max · sigmoid(b(x_t))
 
     With n = householders_per_token above 1, H_t = H_t1 ⋯ H_tn, each factor with a direction and
-    strength of its own. w and β are float32 and belong to the key/value head. State: "directions",
-    the last inputs of the convolution. Source: arXiv 2505.16381 §3; docs/algorithm.md §1.
+    strength of its own. w and β are float32 and belong to the key/value head. Record: "directions",
+    the inputs of the convolution. Source: arXiv 2505.16381 §3; docs/algorithm.md §1.
     """
 
     def __init__(self, config: AttentionConfig) -> None:
@@ -304,11 +332,9 @@ class Householder(_Strengths):
         beta = self._strengths(x)
         y = self.w_proj(x)
         state = None
-        if chunk.state is not None and self.w_conv is not None:
-            state = chunk.state.get("directions")
-            chunk.state["directions"] = convolution_state(
-                y.detach(), self.width, state=state, lengths=chunk.lengths
-            )
+        if self.w_conv is not None and self.width > 1:
+            state = chunk.recall("directions")
+            chunk.remember("directions", y, self.width - 1)
         w = householder_directions(
             y, self.w_conv, self.heads * self.householders, state=state, packing=chunk.packing
         )

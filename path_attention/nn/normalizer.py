@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from path_attention.nn.cache import LayerCache, constant
+from path_attention.nn.cache import LayerCache, hide
 from path_attention.nn.configuration import AttentionConfig
 from path_attention.nn.encoding import TRANSPORTS, Chunk, Moved
 from path_attention.ops.linear import linear_attention
@@ -53,12 +53,9 @@ class Softmax(Normalizer):
                 q, k, v, w, beta, log_forget, scale=scale, cu_seqlens=chunk.packing
             )
         if w is None and log_forget is None:
-            if cache.seen:
-                return cache.extend_plain(q, k, v, scale=scale, valid=chunk.valid)
-            cache.append(k, v, chunk.valid)
-            return path_attention(q, k, v, scale=scale)
+            return cache.extend_plain(q, k, v, scale=scale, chunk=chunk)
         out, lse = path_attention(q, k, v, w, beta, log_forget, scale=scale, return_lse=True)
-        return cache.extend(out, lse, q, k, v, w, beta, log_forget, scale=scale, valid=chunk.valid)
+        return cache.extend(out, lse, q, k, v, w, beta, log_forget, scale=scale, chunk=chunk)
 
 
 class StickBreaking(Normalizer):
@@ -93,13 +90,13 @@ class StickBreaking(Normalizer):
         out, rest = stick_breaking_attention(q, k, v, scale=scale, cu_seqlens=chunk.packing)
         if cache is None:
             return out
-        return cache.extend_stick_breaking(out, rest, q, k, v, scale=scale, valid=chunk.valid)
+        return cache.extend_stick_breaking(out, rest, q, k, v, scale=scale, chunk=chunk)
 
 
 class Linear(Normalizer):
     """o_t = scale · S_t q_t, S_t = S_{t−1} H_t f_t + v_t k_tᵀ: `linear_attention`.
 
-    Decoding keeps S ("linear" in the cache's state) and no keys: constant memory.
+    Decoding keeps S and the last tokens, and no other keys: constant memory.
     """
 
     def forward(
@@ -112,25 +109,17 @@ class Linear(Normalizer):
         cache: LayerCache | None,
     ) -> Tensor:
         q, k, v, w, beta, _ = moved
+        if cache is not None:
+            return cache.extend_linear(q, k, v, w, beta, log_forget, scale=scale, chunk=chunk)
         if chunk.valid is not None:
-            k = k.where(_wide(chunk.valid, k), 0)
+            k = hide(k, chunk.valid)
             beta, log_forget = (
-                None if x is None else x.where(_wide(chunk.valid, x), 0) for x in (beta, log_forget)
+                None if x is None else hide(x, chunk.valid) for x in (beta, log_forget)
             )
-        state = None if cache is None else cache.state.get("linear")
-        out, after = linear_attention(
-            q, k, v, w, beta, log_forget, scale=scale, state=state, cu_seqlens=chunk.packing
+        out, _ = linear_attention(
+            q, k, v, w, beta, log_forget, scale=scale, cu_seqlens=chunk.packing
         )
-        if cache is None:
-            return out
-        cache.state["linear"] = after.detach()
-        cache.count(q, chunk.valid)
-        return out if state is None else constant(out, out.detach())
-
-
-def _wide(valid: Tensor, x: Tensor) -> Tensor:
-    """valid `[B, T]` with as many dimensions as x `[B, T, …]`."""
-    return valid.view(*valid.shape, *[1] * (x.dim() - 2))
+        return out
 
 
 NORMALIZERS: dict[str, type[Normalizer]] = {

@@ -56,7 +56,7 @@ def chunk_transport(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tens
         q_start_i = H_1 ⋯ H_i q_i,   k_end_jᵀ = k_jᵀ H_{j+1} ⋯ H_T,   transition = H_1 ⋯ H_T
 
     Args:
-        q: `[B, T, HQ, D]`; k: `[B, T, H, D]`; w: `[B, T, H, D]` or `[B, T, H, n, D]` of n factors a
+        q: `[B, T, HQ, D]`, HQ may be 0; k: `[B, T, H, D]`; w: `[B, T, H, D]` or `[B, T, H, n, D]` of n factors a
             token, H_t = H_{t,1} ⋯ H_{t,n}; beta: `[B, T, H]` or `[B, T, H, n]`; any T ≥ 1. No
             gradients.
 
@@ -75,7 +75,8 @@ def chunk_transport(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tens
         for level in _levels(group):
             moved = _move(moved, level)
         q_start, k_end = torch.empty_like(q), torch.empty_like(k)
-        scatter(group, q_start, moved.q)
+        if q.shape[2]:
+            scatter(group, q_start, moved.q)
         scatter(group, k_end, moved.k)
     if moved.transition is None:
         raise ValueError("w, beta: expected tensors, got None")

@@ -63,29 +63,6 @@ def householder_directions(
         return F.normalize(F.silu(y).unflatten(2, (heads, -1)), dim=-1, eps=eps)
 
 
-def convolution_state(
-    x: Tensor, width: int, *, state: Tensor | None = None, lengths: Tensor | None = None
-) -> Tensor:
-    """The inputs that the next chunk's convolution of this width reaches back to.
-
-    Args:
-        x: the chunk's inputs `[B, T, C]`, each row padded on the right.
-        width: the convolution's width K.
-        state: the state before the chunk, `[B, K−1, C]`; None for zeros.
-        lengths: the number of real tokens of each row, `[B]` integers; None for T.
-
-    Returns:
-        `[B, K−1, C]` in x's dtype: the last K−1 real inputs of each row, oldest first.
-    """
-    B, T, C = x.shape
-    past = x.new_zeros(B, width - 1, C) if state is None else state.to(x.dtype)
-    inputs = torch.cat([past, x], 1)
-    if lengths is None:
-        return inputs[:, T:]
-    last = lengths[:, None] + torch.arange(width - 1, device=x.device)  # [B, K - 1]
-    return inputs.gather(1, last[:, :, None].expand(-1, -1, C))
-
-
 def _choose(implementation: str | None, x: Tensor, weight: Tensor | None, heads: int) -> str:
     if implementation is None:
         usable = x.device.type == "cuda" and _triton_lacks(x, weight, heads) is None

@@ -66,12 +66,12 @@ def accumulate_angles(
 
     Args:
         angles: `[B, T, H, P]` in radians, float32 or float64.
-        state: what came out for the chunk before, int64 `[B, H, P]`; None at a start.
+        state: the last running sum of the chunk before, int64 `[B, H, P]`; None at a start.
         packing: borders of packed documents (B = 1): each starts at 0. Not together with a state.
         valid: bool `[B, T]`, False for padding, which turns nothing; None where all are real.
 
     Returns:
-        Θ `[B, T, H, P]` in the angles' dtype, and the state after the chunk.
+        Θ `[B, T, H, P]` in the angles' dtype, and the running sums that it comes from, int64.
 
     Raises:
         ValueError: naming the argument, what came, and what was expected.
@@ -91,7 +91,7 @@ def accumulate_angles(
 
 
 class _Accumulate(torch.autograd.Function):
-    """(angles, state, first, last) → (Θ, state after); first, last `[T]` bound each document."""
+    """(angles, state, first, last) → (Θ, its units); first, last `[T]` bound each document."""
 
     @staticmethod
     def forward(
@@ -104,9 +104,8 @@ class _Accumulate(torch.autograd.Function):
             total = total - (total - units).index_select(1, first)
         total = ((total + _TURN // 2) & (_TURN - 1)) - _TURN // 2
         ctx.save_for_backward(last)
-        after = total[:, -1].clone() if total.shape[1] else state.clone()
-        ctx.mark_non_differentiable(after)
-        return (total.double() * (2 * math.pi / _TURN)).to(angles.dtype), after
+        ctx.mark_non_differentiable(total)
+        return (total.double() * (2 * math.pi / _TURN)).to(angles.dtype), total
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -90,14 +90,34 @@ def test_embedded_prompts(make_model) -> None:
     assert torch.equal(out, model.generate(ids, max_new_tokens=5, do_sample=False)[:, 7:])
 
 
-@pytest.mark.parametrize("kind", ["static", "quantized", "offloaded"])
+@pytest.mark.parametrize("kind", ["static", "quantized"])
 def test_other_caches_are_refused(make_model, kind: str) -> None:
     with pytest.raises(ValueError, match=f"cache_implementation: .* got '{kind}'"):
         make_model().generate(prompts(), max_new_tokens=2, cache_implementation=kind)
 
 
-def test_drafts_that_need_cropping_are_refused(make_model) -> None:
-    with pytest.raises(ValueError, match="crop|taken back"):
-        make_model().generate(
-            prompts()[1:2], max_new_tokens=8, prompt_lookup_num_tokens=2, do_sample=False
-        )
+def test_offloaded(make_model) -> None:
+    model, how = make_model(), {"max_new_tokens": 6, "do_sample": False}
+    out = model.generate(prompts(), attention_mask=MASK, cache_implementation="offloaded", **how)
+    assert torch.equal(out, model.generate(prompts(), attention_mask=MASK, **how))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("draft", ["lookup", "model"])
+def test_rejected_drafts_leave_no_trace(make_model, preset: str, draft: str) -> None:
+    """Greedy decoding by drafts, of which most are rejected, is greedy decoding."""
+    model = make_model(preset)
+    torch.manual_seed(4)
+    ids = torch.randint(1, 8, (1, 100))
+    other = make_model(preset, num_hidden_layers=1)
+    drafts = {"prompt_lookup_num_tokens": 5} if draft == "lookup" else {"assistant_model": other}
+    how = {"max_new_tokens": 60, "do_sample": False}
+    assert torch.equal(model.generate(ids, **how, **drafts), model.generate(ids, **how))
+
+
+def test_sampled_drafts_run(make_model) -> None:
+    model, other = make_model(), make_model(num_hidden_layers=1)
+    torch.manual_seed(5)
+    ids = prompts()[1:2]
+    out = model.generate(ids, max_new_tokens=20, do_sample=True, assistant_model=other)
+    assert out.shape == (1, 27) and torch.equal(out[:, :7], ids)

@@ -9,7 +9,13 @@ from transformers import DynamicCache
 
 from path_attention import Packing
 from path_attention.models import PRESETS, PathAttentionConfig, PathAttentionForCausalLM
-from path_attention.models.cache import CACHE_NAME, PathAttentionCacheLayer
+from path_attention.models.cache import (
+    CACHE_NAME,
+    PathAttentionCacheLayer,
+    cache_bytes,
+    crop_cache,
+    fork_cache,
+)
 
 DOUBLE = {"rtol": 1e-9, "atol": 1e-9}
 
@@ -128,18 +134,61 @@ def test_the_cache_has_one_layer_a_block_and_fills_an_empty_dynamic_cache(make_m
         got = out[CACHE_NAME]
         assert cache is None or got is cache
         assert [type(layer) for layer in got.layers] == [PathAttentionCacheLayer] * 2
-        assert got.get_seq_length() == 4 and not got.is_croppable and not got.is_compileable
+        assert got.get_seq_length() == 4 and got.is_croppable and not got.is_compileable
         assert got.get_max_length() == -1 and got.get_mask_sizes(3, 0) == (7, 0)
 
 
-def test_the_cache_cannot_be_cropped_or_updated_from_outside(make_model) -> None:
+def test_the_cache_cannot_be_updated_from_outside(make_model) -> None:
     cache = make_model()(torch.ones(1, 4, dtype=torch.int64))[CACHE_NAME]
-    with pytest.raises(ValueError, match="can't be taken back"):
-        cache.crop(-1)
     with pytest.raises(ValueError, match="Attention to extend it"):
         cache.update(torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8), 0)
-    with pytest.raises(ValueError, match="offload"):
-        cache.offload(0)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_tokens_are_taken_back_from_every_layer(make_model, preset: str) -> None:
+    """transformers' counting: minus the tokens to drop; what follows is as if they never came."""
+    model = make_model(preset)
+    torch.manual_seed(10)
+    ids = torch.randint(1, 64, (2, 160))
+    with torch.no_grad():
+        cache = model(ids, use_cache=True)[CACHE_NAME]
+        cache.crop(0)
+        cache.crop(-40)
+        assert cache.get_seq_length() == 120
+        wanted = model(ids, use_cache=False).logits[:, 120:140]
+        got = model(ids[:, 120:140], past_key_values=cache).logits
+    torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-4)
+    with pytest.raises(ValueError, match="tokens_to_remove: expected at most 0"):
+        cache.crop(1)
+    cache.crop(-(10**6))
+    assert cache.get_seq_length() == 0 and not cache.is_initialized
+
+
+@pytest.mark.parametrize("preset", ["path_fox", "rotation_learned", "stick_breaking", "delta_net"])
+def test_forks_of_a_model_cache_go_their_own_ways(make_model, preset: str) -> None:
+    model = make_model(preset)
+    torch.manual_seed(11)
+    start, *ways = (torch.randint(1, 64, (1, n)) for n in (200, 90, 90))
+    with torch.no_grad():
+        cache = model(start, use_cache=True)[CACHE_NAME]
+        forks = [cache, fork_cache(cache)]
+        for way, fork in zip(ways, forks, strict=True):
+            got = model(way, past_key_values=fork).logits
+            wanted = model(torch.cat([start, way], 1), use_cache=False).logits[:, 200:]
+            torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-4)
+        crop_cache(forks[0], 64 * 4)
+        assert [fork.get_seq_length() for fork in forks] == [256, 290]
+        assert cache_bytes(forks[0]) > 0
+        with pytest.raises(ValueError, match="length: expected 0 to 256, .* got 257"):
+            crop_cache(forks[0], 257)
+
+
+def test_an_offloaded_cache_is_the_same(make_model) -> None:
+    model, ids = make_model(), torch.randint(1, 64, (1, 20))
+    with torch.no_grad():
+        cache = DynamicCache(config=model.config, offloading=True)
+        parts = [model(part, cache=cache).logits for part in ids.split([15, 1, 4], 1)]
+        torch.testing.assert_close(torch.cat(parts, 1), model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_rows_of_a_cache_can_be_repeated_selected_and_reset(make_model) -> None:
@@ -262,8 +311,6 @@ def test_a_cache_of_another_model_is_refused(make_model) -> None:
     model, deeper = make_model(), make_model(num_hidden_layers=3)
     with pytest.raises(ValueError, match=r"cache: .* of 2 layers"):
         model(IDS, cache=DynamicCache(config=deeper.config))
-    with pytest.raises(ValueError, match="offloading=True"):
-        model(IDS, cache=DynamicCache(config=model.config, offloading=True))
     plain = DynamicCache()
     plain.update(torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8), 0)
     plain.update(torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8), 1)

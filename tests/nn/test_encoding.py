@@ -126,16 +126,22 @@ def test_rotations_are_the_same_bits_in_chunks_and_documents(angles: str) -> Non
     whole = layer(x, q, k, v, chunk)
     assert whole.restore is not None
     torch.testing.assert_close(whole.restore(whole.v), v)
-    state: dict[str, Tensor] = {}
+    before: dict[str, Tensor] = {}
     for start, stop in ((0, 70), (70, 71), (71, 100)):
         part = slice(start, stop)
-        now = Chunk(chunk.positions[:, part], ids[:, part], state=state)
+        now = Chunk(chunk.positions[:, part], ids[:, part], before=before)
         moved = layer(x[:, part], q[:, part], k[:, part], v[:, part], now)
         if angles != "learned":  # a product of matrices need not round alike in both shapes
             assert torch.equal(moved.q, whole.q[:, part])
             assert torch.equal(moved.v, whole.v[:, part])
         torch.testing.assert_close(moved.k, whole.k[:, part], rtol=1e-4, atol=1e-5)
-    assert state["rotation"].shape == (2, 2, 4) and state["rotation"].dtype == torch.int64
+        values, count = now.records["rotation"]
+        assert (
+            count == 1
+            and values.dtype == torch.int64
+            and values.shape == (2, len(ids[0, part]), 2, 4)
+        )
+        before["rotation"] = values[:, -1:]
 
 
 def test_what_decides_random_rotations() -> None:
@@ -215,14 +221,17 @@ def test_transports_without_operator_arguments(name: str) -> None:
     assert DECAYS["none"](CONFIG)(x, chunk) is None
 
 
-def test_householder_state_needs_a_cache() -> None:
+def test_householder_records_its_inputs_for_the_next_chunk() -> None:
     x, q, k, v, chunk = inputs()
     layer = Householder(CONFIG)
-    state: dict[str, Tensor] = {}
     whole = layer(x, q, k, v, chunk).w
-    first = layer(x[:, :3], q[:, :3], k[:, :3], v[:, :3], replace(chunk, state=state)).w
-    assert state["directions"].shape == (2, 2, 16) and not state["directions"].requires_grad
-    second = layer(x[:, 3:], q[:, 3:], k[:, 3:], v[:, 3:], replace(chunk, state=state)).w
+    assert not chunk.records  # nothing is kept without a cache
+    now = replace(chunk, before={}, records={})
+    first = layer(x[:, :3], q[:, :3], k[:, :3], v[:, :3], now).w
+    values, count = now.records["directions"]
+    assert values.shape == (2, 3, 16) and count == 2 and not values.requires_grad
+    then = replace(chunk, before={"directions": values[:, -2:]}, records={})
+    second = layer(x[:, 3:], q[:, 3:], k[:, 3:], v[:, 3:], then).w
     assert whole is not None and first is not None and second is not None
     torch.testing.assert_close(torch.cat([first, second], 1), whole)
 

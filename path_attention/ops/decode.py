@@ -1,0 +1,232 @@
+"""Attention of a few queries to a cache of moved keys: the twin, in plain PyTorch, of a kernel.
+
+docs/algorithm.md §5. Keys stand at the end of their own unit and never change. A query meets them
+there: it moves back through the tail, through the groups behind the one it reads, and through the
+units behind the one it reads, by three small matrices whatever the length of the past.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_SCORES_AT_ONCE = 2**22  # elements of the score tile that is held
+
+
+class KeyGroup(NamedTuple):
+    """Keys of consecutive units, stored for R rows; what none of its encoding needs is None.
+
+    A key j of unit u is at the end of u. From there to the end of the group it is `suffix` and
+    `unit_decay` that lie between, from the group's end to where the queries stand `after` and
+    `after_decay`. U units of N / U tokens; one unit of any length without suffix and unit_decay.
+    """
+
+    keys: Tensor  # [R, N, H, D]
+    values: Tensor  # [R, N, H, DV]
+    rows: Tensor | None = None  # int64 [B], the stored row that each row of the batch reads
+    suffix: Tensor | None = None  # [R, U, H, D, D]
+    after: Tensor | None = None  # [B, H, D, D]
+    decay: Tensor | None = None  # [R, N, HQ], Σ log_forget from after the key to its unit's end
+    unit_decay: Tensor | None = None  # [R, U, HQ]
+    after_decay: Tensor | None = None  # [B, HQ]
+    valid: Tensor | None = None  # bool [R, N], False where no query may look
+
+
+class Past(NamedTuple):
+    """What a chunk's queries attend, oldest first; they stand at the chunk's start."""
+
+    groups: tuple[KeyGroup, ...]  # as seen from the tail's start
+    tail: KeyGroup | None = None  # keys at the chunk's start already
+    transition: Tensor | None = None  # [B, H, D, D], from the tail's start to its end
+    decay: Tensor | None = None  # [B, HQ], Σ log_forget of the tail
+
+
+def decode_attention(
+    q: Tensor, past: Past, *, scale: float, elapsed: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention of a chunk's queries to a past, without the chunk itself.
+
+        score(i, j) = scale · (suffix_u after_g P_tail q_i) · k̂_j
+                    + elapsed_i + decay_tail + after_decay_g + unit_decay_u + decay_j
+
+    In pieces of the past merged by log-sum-exp: no row of scores is ever held whole.
+
+    Args:
+        q: `[B, T, HQ, D]`, moved to the chunk's start; any T.
+        past: keys of any dtype; HQ is a multiple of their H.
+        scale: of the products, not of the gates.
+        elapsed: Σ log_forget from the chunk's start to each query, `[B, T, HQ]`, or None.
+
+    Returns:
+        out `[B, T, HQ, DV]` and its log-sum-exp `[B, T, HQ]`, in float32 (float64 for a float64 q).
+        Where a row has no key at all, zero and −∞.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    sources = [*past.groups, *([] if past.tail is None else [past.tail])]
+    B, T, HQ = q.shape[:3]
+    if not sources:
+        raise ValueError("past: expected keys to attend, got none")
+    out = q.new_zeros(B, T, HQ, sources[0].values.shape[3], dtype=dtype)
+    lse = q.new_full((B, T, HQ), -torch.inf, dtype=dtype)
+    q = q.to(dtype) * scale
+    elapsed = None if elapsed is None else elapsed.to(dtype)
+    if past.tail is not None:
+        out, lse = _attend_group(out, lse, q, past.tail, elapsed)
+    if past.transition is not None and past.groups:
+        q = move_back(q, past.transition)
+    if past.decay is not None and elapsed is not None:
+        elapsed = elapsed + past.decay[:, None]
+    for group in past.groups:
+        out, lse = _attend_group(out, lse, q, group, elapsed)
+    return out, lse
+
+
+def decode_stick_breaking(
+    q: Tensor, groups: tuple[KeyGroup, ...], log_remaining: Tensor, *, scale: float
+) -> Tensor:
+    """What a past takes of the stick that a chunk's own keys left, nearest key first.
+
+        o_i = Σ_j σ(z_ij) · exp(log_remaining_i + Σ_{j<l} log(1 − σ(z_il))) · v_j
+
+    Args:
+        q: `[B, T, HQ, D]`.
+        groups: keys and values, oldest first, without transitions and decays.
+        log_remaining: `[B, T, HQ]`, as `stick_breaking_attention` returns it for the chunk.
+        scale: of the products.
+
+    Returns:
+        `[B, T, HQ, DV]` in float32 (float64 for a float64 q), to be added to the chunk's output.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    H = groups[0].keys.shape[2]
+    rest = _by_key_head(log_remaining.to(dtype)[..., None], H)  # [B, H, T·G, 1]
+    x = _by_key_head(q.to(dtype) * scale, H)
+    out = x.new_zeros(*x.shape[:3], groups[0].values.shape[3])
+    for group in reversed(groups):
+        for units, tokens in reversed(list(_pieces(group, x))):
+            k, v, valid = _read(group, units, tokens, dtype)
+            scores = (x[:, :, None] @ k.mT)[:, :, 0]  # [B, H, T·G, n]
+            if valid is not None:
+                scores = scores.masked_fill(~valid[:, :, 0], -torch.inf)
+            kept = F.logsigmoid(-scores)
+            later = kept.flip(-1).cumsum(-1)  # sums over the last 1 … n keys
+            total = later[..., -1:]
+            later = F.pad(later[..., :-1], (1, 0)).flip(-1)
+            out = out + (F.logsigmoid(scores) + later + rest).exp() @ v[:, :, 0]
+            rest = rest + total
+    return _by_query_head(out, q.shape[1])
+
+
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Two parts of one softmax `[…, DV]`, `[…]`, each with its log-sum-exp, as a whole."""
+    total = torch.logaddexp(lse, part_lse)
+    finite = total.clamp(min=torch.finfo(total.dtype).min)  # −∞ − −∞ has no value
+    out = out * (lse - finite).exp()[..., None] + part * (part_lse - finite).exp()[..., None]
+    return out, total
+
+
+def move_back(q: Tensor, transition: Tensor) -> Tensor:
+    """P q of queries `[B, T, HQ, D]`, with the transition `[B, H, D, D]` of their key head."""
+    H = transition.shape[1]
+    return _by_query_head(_by_key_head(q, H) @ transition.to(q.dtype).mT, q.shape[1])
+
+
+def _attend_group(
+    out: Tensor, lse: Tensor, q: Tensor, group: KeyGroup, elapsed: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    H, T = group.keys.shape[2], q.shape[1]
+    if group.after is not None:
+        q = move_back(q, group.after)
+    if elapsed is not None and group.after_decay is not None:
+        elapsed = elapsed + group.after_decay[:, None]
+    x = _by_key_head(q, H)
+    started = None if elapsed is None else _by_key_head(elapsed[..., None], H)[:, :, None]
+    for units, tokens in _pieces(group, x):
+        k, v, valid = _read(group, units, tokens, q.dtype)  # [B, H, U, n, ·]
+        moved = x[:, :, None]
+        if group.suffix is not None:
+            suffix = _rows(group.suffix[:, units], group.rows).to(q.dtype)
+            moved = moved @ suffix.transpose(1, 2).mT
+        scores = moved @ k.mT  # [B, H, U, T·G, n]
+        if started is not None:
+            scores += started
+        if group.decay is not None:
+            scores = _add_decay(scores, group, units, tokens, T)
+        if valid is not None:
+            scores = scores.masked_fill(~valid, -torch.inf)
+        lses = scores.logsumexp(-1)  # [B, H, U, T·G]
+        total = lses.logsumexp(2)
+        finite = total.clamp(min=torch.finfo(total.dtype).min)
+        part = ((scores - finite[:, :, None, :, None]).exp_() @ v).sum(2)
+        part_lse = _by_query_head(total[..., None], T)[..., 0]
+        out, lse = merge(out, lse, _by_query_head(part, T), part_lse)
+    return out, lse
+
+
+def _add_decay(scores: Tensor, group: KeyGroup, units: slice, tokens: slice, T: int) -> Tensor:
+    """Scores `[B, H, U, T·G, n]` with the gates from after each key to the group's end."""
+    if group.decay is None:
+        return scores
+    H = scores.shape[1]
+    decay = _split(group.decay, group)[:, units, tokens]  # [R, U, n, HQ]
+    if group.unit_decay is not None:
+        decay = decay + group.unit_decay[:, units, None]
+    decay = _rows(decay, group.rows).to(scores.dtype).unflatten(3, (H, -1))
+    decay = decay.permute(0, 3, 1, 4, 2)  # [B, H, U, G, n]
+    return (scores.unflatten(3, (T, -1)) + decay[:, :, :, None]).flatten(3, 4)
+
+
+def _pieces(group: KeyGroup, x: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Units, and tokens of each, whose scores with x `[B, H, T·G, D]` are held at once."""
+    units = _units(group)
+    size = group.keys.shape[1] // units
+    each = x.shape[0] * x.shape[1] * x.shape[2]
+    step = max(1, min(size, max(64, _SCORES_AT_ONCE // max(1, each))))
+    together = max(1, _SCORES_AT_ONCE // max(1, each * size))
+    for unit in range(0, units, together):
+        for token in range(0, size, step):
+            yield slice(unit, unit + together), slice(token, min(size, token + step))
+
+
+def _read(
+    group: KeyGroup, units: slice, tokens: slice, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys and values `[B, H, U, n, ·]` of a piece and valid `[B, 1, U, 1, n]`, row by row."""
+    k, v = (
+        _rows(_split(z, group)[:, units, tokens], group.rows).to(dtype).permute(0, 3, 1, 2, 4)
+        for z in (group.keys, group.values)
+    )
+    if group.valid is None:
+        return k, v, None
+    valid = _rows(_split(group.valid, group)[:, units, tokens], group.rows)
+    return k, v, valid[:, None, :, None]
+
+
+def _units(group: KeyGroup) -> int:
+    for table in (group.suffix, group.unit_decay):
+        if table is not None:
+            return table.shape[1]
+    return 1
+
+
+def _split(x: Tensor, group: KeyGroup) -> Tensor:
+    """`[R, N, …]` → `[R, U, N / U, …]`."""
+    return x.unflatten(1, (_units(group), -1))
+
+
+def _rows(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else x.index_select(0, rows)
+
+
+def _by_key_head(x: Tensor, H: int) -> Tensor:
+    """`[B, T, H·G, E]` → `[B, H, T·G, E]`."""
+    return x.unflatten(2, (H, -1)).transpose(1, 2).flatten(2, 3)
+
+
+def _by_query_head(x: Tensor, T: int) -> Tensor:
+    """The inverse of `_by_key_head`."""
+    return x.unflatten(2, (T, -1)).transpose(1, 2).flatten(2, 3)
