@@ -65,6 +65,8 @@ class _RunTask:
     out: Path = Path("runs/tasks")
     """Where results go; a run that has one there is not done again."""
     device: str = "auto"
+    graph: bool = True
+    """On a GPU, replay each step as a CUDA graph."""
     compile: bool = False
     """Use torch.compile."""
     models: bool = False
@@ -86,7 +88,8 @@ class _RunTask:
         return product([with_options(base, {**self.options, **given})], seed=self.seeds)
 
     def run(self) -> None:
-        workers = Workers(devices=(self.device,), compile=self.compile, models=self.models)
+        options = {name: getattr(self, name) for name in ("graph", "compile", "models")}
+        workers = Workers(devices=(self.device,), **options)
         recipes = self.recipes()
         left = [r for r in recipes if not result_path(self.out, r).exists()]
         for job in make_jobs(left, command_line(sys.argv), workers):

@@ -21,7 +21,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -41,6 +41,7 @@ class Workers:
         each: workers on each device, side by side.
         threads: CPU threads of a worker; None leaves PyTorch's choice.
         replicas: the most runs of one shape to train as one batched model.
+        graph: on a GPU, replay each step as a CUDA graph.
         compile: use `torch.compile`.
         models: keep the trained models.
     """
@@ -49,6 +50,7 @@ class Workers:
     each: int = 1
     threads: int | None = None
     replicas: int = 16
+    graph: bool = True
     compile: bool = False
     models: bool = False
 
@@ -72,8 +74,7 @@ class Job:
 
     recipes: tuple[TaskRecipe, ...]
     command: str
-    compile: bool = False
-    models: bool = False
+    workers: Workers = field(default_factory=Workers)
 
     @property
     def name(self) -> str:
@@ -83,8 +84,7 @@ class Job:
     def to_json(self) -> str:
         values = {
             "command": self.command,
-            "compile": self.compile,
-            "models": self.models,
+            "workers": asdict(self.workers),
             "recipes": [recipe.to_dict() for recipe in self.recipes],
         }
         return json.dumps(values, indent=1, allow_nan=False) + "\n"
@@ -92,8 +92,9 @@ class Job:
     @classmethod
     def read(cls, path: Path) -> Job:
         values = json.loads(path.read_text(encoding="utf-8"))
-        values["recipes"] = tuple(TaskRecipe.from_dict(recipe) for recipe in values["recipes"])
-        return cls(**values)
+        recipes = tuple(TaskRecipe.from_dict(recipe) for recipe in values["recipes"])
+        devices = tuple(values["workers"].pop("devices"))
+        return cls(recipes, values["command"], Workers(devices=devices, **values["workers"]))
 
 
 def result_path(out: Path, recipe: TaskRecipe) -> Path:
@@ -118,7 +119,7 @@ def make_jobs(recipes: Sequence[TaskRecipe], command: str, workers: Workers) -> 
     for recipe in {recipe.run: recipe for recipe in recipes}.values():
         by_shape.setdefault(recipe.shape, []).append(recipe)
     return [
-        Job(tuple(group[n : n + workers.replicas]), command, workers.compile, workers.models)
+        Job(tuple(group[n : n + workers.replicas]), command, workers)
         for group in by_shape.values()
         for n in range(0, len(group), workers.replicas)
     ]
@@ -135,10 +136,11 @@ def enqueue(out: Path, recipes: Sequence[TaskRecipe], command: str, workers: Wor
 
 def run_job(out: Path, job: Job, device: str, say: Say | None = None) -> None:
     """Do a job, or what is left of it after its last checkpoint, and write its results."""
-    engine = Engine(job.recipes, device=device, compile=job.compile)
+    graph = None if job.workers.graph else False
+    engine = Engine(job.recipes, device=device, compile=job.workers.compile, graph=graph)
     checkpoint = out / "state" / f"{job.name}.pt"
     for r, outcome in enumerate(engine.run(checkpoint, say)):
-        if job.models:
+        if job.workers.models:
             engine.model(r).save_pretrained(out / "models" / outcome.recipe.run)
         write_result(result_path(out, outcome.recipe), result_of(engine, outcome, job.command))
     checkpoint.unlink(missing_ok=True)

@@ -242,21 +242,56 @@ def test_bad_recipes_are_named(change: dict, line: str) -> None:
         replace(SMALL, **change)
 
 
+ON_GPU = [
+    ("path", FlipFlop(pairs=64)),
+    ("path_fox", GroupWords()),
+    ("rope", GroupWords(group="A5", generators="three_cycles", form="identity")),
+    ("stick_breaking", Mqrar(pairs=40)),
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("encoding", ["path", "path_fox", "rope", "stick_breaking"])
-def test_a_graph_takes_the_steps_that_eager_takes(encoding: str) -> None:
+@pytest.mark.parametrize(("encoding", "task"), ON_GPU)
+def test_a_graph_takes_the_steps_that_eager_takes(encoding: str, task, tmp_path: Path) -> None:
     """Sequences are the same bit for bit; parameters but for sums by atomics."""
     recipe = TaskRecipe(
-        task=FlipFlop(pairs=64), encoding=encoding, steps=30, precision="float32", warmup_steps=5
+        task=task,
+        encoding=encoding,
+        width=128,
+        steps=30,
+        precision="float32",
+        warmup_steps=5,
+        curriculum_steps=20 if task.curriculum else 0,
     )
     recipes = seeds(recipe, 0, 1)
     graphed, eager = (Engine(recipes, device="cuda", graph=graph) for graph in (True, False))
     start = eager.replicas.flat.clone()
-    for engine in (graphed, eager):
-        engine.train(10)
+    graphed.train(10)
+    graphed.save(tmp_path / "x.pt")
+    resumed = Engine(recipes, device="cuda")
+    resumed.load(tmp_path / "x.pt")
+    eager.train(10)
+    for engine in (graphed, eager, resumed):
         engine.train(5)
-    assert torch.equal(graphed.u, eager.u)
-    assert int(graphed.optimizer.step_count) == 15
+        assert torch.equal(engine.u, graphed.u) and int(engine.optimizer.step_count) == 15
+        states = zip(engine.generators, graphed.generators, strict=True)
+        assert all(a.get_state().equal(b.get_state()) for a, b in states)
     moved = (eager.replicas.flat - start).norm()
-    assert (graphed.replicas.flat - eager.replicas.flat).norm() < 0.02 * moved
-    assert graphed.generators[0].get_state().equal(eager.generators[0].get_state())
+    for engine in (graphed, resumed):
+        assert (engine.replicas.flat - eager.replicas.flat).norm() < 0.02 * moved
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("encoding", "task"), ON_GPU)
+def test_no_step_waits_for_the_host(encoding: str, task) -> None:
+    engine = Engine(
+        [replace(SMALL, encoding=encoding, task=task, options={}, width=64, steps=9)],
+        device="cuda",
+        graph=False,
+    )
+    engine.train(2)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        engine._take_step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -246,3 +248,24 @@ def test_a_run_and_a_report_by_the_words_a_user_types(tmp_path: Path, capsys) ->
     assert "4 of 4 runs are left" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         cli.main(["task", "run", "mqrar", "--task.pairs", "0"])
+
+
+def test_the_how_to_runs_as_it_stands_there(capsys) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "how-to-tasks.md").read_text("utf-8")
+    code = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+    exec("\n".join(code), {})
+    assert capsys.readouterr().out == "5 runs\n"
+    commands = re.findall(r"^ +path-attention (task .*?)(?: +#.*)?$", text, re.M)
+    assert len(commands) == 7
+    for words in map(str.split, commands):
+        length = 3 if words[1] == "run" else 2
+        module, cls, _ = cli.COMMANDS[tuple(words[:length])]
+        command = getattr(importlib.import_module(module), cls)
+        parsed = cli._parse(command, tuple(words[:length]), words[length:])
+        assert isinstance(parsed, command)
+        if hasattr(parsed, "recipes"):
+            assert parsed.recipes()
+    for switch in re.findall(r"`(--[a-z-]+) [\d.]+`", text):
+        assert switch.removeprefix("--").replace("-", "_") in {
+            field.name for field in dataclasses.fields(RunMqrar)
+        }
