@@ -2,7 +2,7 @@
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from path_attention.models.cache import PathAttentionCacheLayer
+from path_attention.models.cache import PathAttentionCacheLayer, crop_cache, fork_cache
 from path_attention.models.configuration import PathAttentionConfig
 from path_attention.models.loading import load_model, load_tokenizer, model_folder
 from path_attention.models.modeling import (
@@ -10,6 +10,7 @@ from path_attention.models.modeling import (
     PathAttentionModel,
     PathAttentionPreTrainedModel,
 )
+from path_attention.models.prefix_store import PrefixStore
 from path_attention.models.presets import PRESETS
 
 AutoConfig.register(PathAttentionConfig.model_type, PathAttentionConfig, exist_ok=True)
@@ -23,6 +24,9 @@ __all__ = [
     "PathAttentionForCausalLM",
     "PathAttentionModel",
     "PathAttentionPreTrainedModel",
+    "PrefixStore",
+    "crop_cache",
+    "fork_cache",
     "load_model",
     "load_tokenizer",
     "model_folder",

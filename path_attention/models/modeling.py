@@ -16,6 +16,7 @@ from transformers.utils.generic import can_return_tuple
 from path_attention.models.cache import CACHE_NAME, layer_caches
 from path_attention.models.configuration import PathAttentionConfig
 from path_attention.models.padding import Rows
+from path_attention.models.prefix_store import PrefixStore
 from path_attention.nn.attention import Attention, count_positions
 from path_attention.nn.cache import LayerCache
 from path_attention.nn.encoding import Decay, Transport
@@ -271,6 +272,48 @@ class PathAttentionForCausalLM(PathAttentionPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, **past
         )
+
+    @torch.no_grad()
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        *args: Any,
+        prefix_store: PrefixStore | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """transformers' `generate`, which may start from a store of prefixes and adds to it.
+
+        Args:
+            prefix_store: of this model. One prompt without padding (with any number of beams or
+                samples): what the store has of it is not computed again, and prompt and result are
+                kept there.
+            Others: as in transformers.
+
+        Raises:
+            ValueError: naming the argument, what came, and what was expected.
+        """
+        if prefix_store is None:
+            return super().generate(inputs, *args, **kwargs)  # pyright: ignore
+        ids = kwargs.get("input_ids", inputs)
+        mask = kwargs.get("attention_mask")
+        if prefix_store.model is not self:
+            raise ValueError("prefix_store: expected one of this model, got another's")
+        if ids is None or (mask is not None and not mask.all()):
+            raise ValueError("prefix_store: expected token ids without padding")
+        if kwargs.get("cache") is not None or kwargs.get("past_key_values") is not None:
+            raise ValueError("prefix_store: expected no cache beside it, got one")
+        config = kwargs.get("generation_config") or self.generation_config
+        asked = (kwargs.get(n, getattr(config, n)) for n in ("num_beams", "num_return_sequences"))
+        copies = max(n or 1 for n in asked)
+        # transformers would take a padding token inside the text for padding.
+        kwargs["attention_mask"] = torch.ones_like(ids)
+        kwargs[CACHE_NAME] = cache = prefix_store.prefill(ids)
+        if copies > 1:
+            cache.batch_repeat_interleave(copies)
+        out = super().generate(inputs, *args, **kwargs)  # pyright: ignore
+        if copies == 1:
+            prefix_store.put(out if isinstance(out, Tensor) else out.sequences, cache)
+        return out
 
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, *, inputs_embeds: Tensor | None = None, **kwargs: Any

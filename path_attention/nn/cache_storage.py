@@ -87,6 +87,18 @@ class Group:
         buffer = self.storage.tokens.get(name)
         return None if buffer is None else buffer[:, : self.count]
 
+    def read_rows(self, name: str) -> Tensor | None:
+        """As `read`, of the rows of the batch."""
+        x = self.read(name)
+        return x if x is None or self.rows is None else x.index_select(0, self.rows)
+
+    def read_units(self, name: str, size: int) -> Tensor | None:
+        """The units' buffer of this name, `[B, count / size, …]`, of the rows of the batch."""
+        if name not in self.storage.units:
+            return None
+        x = self.storage.units[name][:, : self.count // size]
+        return x if self.rows is None else x.index_select(0, self.rows)
+
     def select(self, rows: Tensor, copy: bool) -> Group:
         """Rows of it, by reference, or as a copy that can be appended to."""
         if copy and self.has_room(0):

@@ -353,6 +353,70 @@ class SealedUnits:
             setattr(other, name, dict(getattr(self, name)))
         return other
 
+    @property
+    def last_border(self) -> int:
+        """The end of the last unit that was sealed; where any length is one, of the last whole."""
+        anywhere = self.kind == "plain" and not self._counts
+        return self.seen // self.unit * self.unit if anywhere else self.sealed
+
+    def export(self) -> Buffers:
+        """Everything, by name, in tensors that share nothing: what `from_export` takes.
+
+        Raises ValueError unless it ends at a border and holds one row.
+        """
+        if self.last_border != self.seen or self.lengths is None or len(self.lengths) != 1:
+            raise ValueError("cache: expected one row that ends at a border, got another")
+        held: Buffers = {"unit": torch.tensor(self.unit), "seen": torch.tensor(self.seen)}
+        for name in ("keys", "values", "decay"):
+            parts = [x for g in self.groups if (x := g.read_rows(name)) is not None]
+            if parts:
+                held[f"tokens.{name}"] = torch.cat(parts, 1)
+        for name in ("transition", "forget"):
+            parts = [x for g in self.groups if (x := g.read_units(name, self.unit)) is not None]
+            if parts:
+                held[f"units.{name}"] = torch.cat(parts, 1)
+        for name, count in self._counts.items():
+            held[f"border.{count}.{name}"] = self._borders[name].clone()
+        if self._states is not None:
+            held["state"] = self._states[1].clone()
+        return held
+
+    @classmethod
+    def from_export(cls: type[_Self], held: Buffers, device: torch.device) -> _Self:
+        """The cache that an `export` was of, on a device."""
+        cache = cls()
+        cache.unit, cache.seen = int(held["unit"]), int(held["seen"])
+        held = {name: x.to(device) for name, x in held.items()}
+        tokens, units = (
+            {n.partition(".")[2]: x for n, x in held.items() if n.startswith(kind)}
+            for kind in ("tokens.", "units.")
+        )
+        cache.kind = "linear" if "state" in held else "moved" if units else "plain"
+        size = GROUP * cache.unit if units else max(1, cache.seen)
+        for start in range(0, cache.seen if tokens else 0, size):
+            first = start // cache.unit
+            cache.groups.append(Group(Storage()))
+            cache.groups[-1].append(
+                {name: x[:, start : start + size] for name, x in tokens.items()},
+                {name: x[:, first : first + GROUP] for name, x in units.items()},
+                cache.unit,
+            )
+        if units:
+            cache._rebuild_tables()
+        for name, x in held.items():
+            if name.startswith("border."):
+                _, count, record = name.split(".", 2)
+                cache._counts[record], cache._borders[record] = int(count), x
+                cache.before[record] = x[:, -1]
+        whole = cache.seen // cache.unit
+        cache.lengths = torch.tensor([cache.seen], device=device)
+        if cache.kind != "plain" or cache._counts:
+            ends = torch.arange(1, whole + 1, device=device)
+            cache._border_lengths = (ends * cache.unit)[None]
+        if "state" in held:
+            cache._states = (held["state"], held["state"])
+        return cache
+
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the batch, in this order: beam search, repetition, pruning.
 
