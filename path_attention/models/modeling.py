@@ -303,6 +303,10 @@ class PathAttentionForCausalLM(PathAttentionPreTrainedModel, GenerationMixin):
         if kwargs.get("cache") is not None or kwargs.get("past_key_values") is not None:
             raise ValueError("prefix_store: expected no cache beside it, got one")
         config = kwargs.get("generation_config") or self.generation_config
+        lookup = kwargs.get("prompt_lookup_num_tokens", config.prompt_lookup_num_tokens)
+        if lookup is not None or kwargs.get("assistant_model") is not None:
+            # transformers computes the whole prompt again on top of a cache it is given.
+            raise ValueError("prefix_store: expected no drafts beside it, got some asked for")
         asked = (kwargs.get(n, getattr(config, n)) for n in ("num_beams", "num_return_sequences"))
         copies = max(n or 1 for n in asked)
         # transformers would take a padding token inside the text for padding.
@@ -318,12 +322,16 @@ class PathAttentionForCausalLM(PathAttentionPreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, *, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """As transformers' own, without position_ids, which are counted from mask and cache."""
+        """As transformers' own, without position_ids, which are counted from mask and cache.
+
+        Nor the tokenizers that transformers passes on with `stop_strings` and drafts.
+        """
         generation: Any = super()
         inputs = generation.prepare_inputs_for_generation(
             input_ids, inputs_embeds=inputs_embeds, **kwargs
         )
-        inputs.pop("position_ids", None)
+        for name in ("position_ids", "tokenizer", "assistant_tokenizer"):
+            inputs.pop(name, None)
         return inputs
 
     def _prepare_cache_for_generation(self, generation_config: Any, *args: Any) -> Any:

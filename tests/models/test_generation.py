@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import sys
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 import tyro
 
-from path_attention.models.generation import Generate, encode_prompt
+from path_attention.models.generation import Generate, encode_prompt, read_prompts
 
 
 @pytest.fixture
@@ -38,7 +39,8 @@ def test_streams_the_text_that_generate_returns(run_folder, capsys) -> None:
     command.run()
     first = capsys.readouterr()
     assert first.out.startswith("def f(x):")
-    assert re.search(r"^9 tokens in [\d.]+ s: [\d.]+ tokens/s$", first.err.strip().split("\n")[-1])
+    told = r"^9 tokens in [\d.]+ s: [\d.]+ tokens/s; cache of 18 tokens: [\d.]+ MiB$"
+    assert re.search(told, first.err.strip().split("\n")[-1])
     command.run()
     assert capsys.readouterr().out == first.out
 
@@ -77,15 +79,90 @@ def test_prompts_start_as_training_documents_do(run_folder) -> None:
         encode_prompt(tokenizer, "")
 
 
+def test_several_prompts_from_a_file(run_folder, capsys) -> None:
+    """Each as if alone, whatever came before."""
+    how = {"model": run_folder, "max_new_tokens": 6, "temperature": 1.5}
+    alone = []
+    for text in ("def f(x):", "größe"):
+        Generate(prompt=text, **how).run()
+        alone.append(capsys.readouterr().out)
+    file = run_folder / "prompts.jsonl"
+    file.write_text('"def f(x):"\n\n"größe"\n', encoding="utf-8")
+    Generate(prompts=file, **how).run()
+    both = capsys.readouterr()
+    assert both.out == "".join(alone) and both.err.count("tokens/s") == 2
+    for line in ("{}", "[1]", "[]", "oops", '[{"role": "user"}]'):
+        file.write_text(f'"a"\n{line}\n')
+        with pytest.raises(ValueError, match="prompts: expected a JSON text .* in line 2 of"):
+            read_prompts(file)
+    file.write_text("\n")
+    with pytest.raises(ValueError, match="prompts: expected at least one line"):
+        read_prompts(file)
+
+
+def test_chats_go_through_the_template(run_folder, capsys) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(run_folder / "model")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    tokenizer.save_pretrained(run_folder / "model")
+    how = {"model": run_folder, "max_new_tokens": 3, "temperature": 0.0}
+    Generate(prompt="Hi", chat=True, system="Be brief.", **how).run()
+    out = capsys.readouterr().out
+    assert out.startswith("<system>Be brief.<user>Hi<assistant>")
+    file = run_folder / "chats.jsonl"
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    file.write_text(json.dumps(messages))
+    Generate(prompts=file, **how).run()
+    assert capsys.readouterr().out == out
+
+
+def test_stops_at_a_text(run_folder, capsys) -> None:
+    how = {"model": run_folder, "prompt": "def f(x):", "max_new_tokens": 30, "temperature": 0.0}
+    Generate(**how).run()
+    whole = capsys.readouterr().out
+    stop = whole[len(how["prompt"]) + 8]
+    Generate(stop=(stop,), **how).run()
+    short = capsys.readouterr().out
+    end = whole.index(stop, len(how["prompt"])) + 1
+    assert short.rstrip("\n") == whole[:end].rstrip("\n") and len(short) < len(whole)
+
+
+def test_drafts_and_kept_prefixes_give_the_same_text(run_folder, make_model, capsys) -> None:
+    draft, kept = run_folder / "draft", run_folder / "prefixes"
+    make_model("path", vocab_size=258, num_hidden_layers=1).save_pretrained(draft)
+    how = {"model": run_folder, "max_new_tokens": 40, "temperature": 0.0}
+    how["prompt"] = "def f(x):\n    return x\n" * 12
+    texts = []
+    for more in ({}, {"draft": draft}, {"prefixes": kept}, {"prefixes": kept}):
+        Generate(**how, **more).run()
+        texts.append(capsys.readouterr().out)
+    assert texts == texts[:1] * 4
+    (file,) = kept.glob("*.safetensors")
+    assert file.stat().st_size > 0
+    Generate(**how, prefixes=kept, prefix_bytes=0).run()
+    assert not list(kept.glob("*.safetensors"))
+
+
 def test_words_of_the_command_line(run_folder) -> None:
-    command = tyro.cli(Generate, args=[str(run_folder), "--prompt", "x", "--top-p", "0.5"])
-    assert command == Generate(model=run_folder, prompt="x", top_p=0.5)
+    words = ["--prompt", "x", "--top-p", "0.5", "--stop", "a", "b", "--chat"]
+    command = tyro.cli(Generate, args=[str(run_folder), *words])
+    assert command == Generate(model=run_folder, prompt="x", top_p=0.5, stop=("a", "b"), chat=True)
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"prompt_file": "x"}, "prompt: expected --prompt or"),
+        ({"prompt_file": "x"}, "prompt: expected one of --prompt"),
+        ({"prompts": "x"}, "prompt: expected one of --prompt"),
+        ({"system": "x"}, "system: expected with --chat only"),
+        ({"stop": ("a", "")}, "stop: expected texts"),
+        ({"draft": "x", "prefixes": "y"}, "draft: expected none with --prefixes"),
+        ({"prefix_bytes": -1}, "prefix_bytes: expected at least 0"),
+        ({"chat": True}, "chat: expected a tokenizer with a chat template"),
         ({"max_new_tokens": 0}, "max_new_tokens: expected"),
         ({"temperature": -0.1}, "temperature: expected"),
         ({"temperature": float("nan")}, "temperature: expected"),

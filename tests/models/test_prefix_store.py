@@ -149,4 +149,7 @@ def test_bad_input_is_refused(make_model) -> None:
         model.generate(ids, attention_mask=ids * 0, prefix_store=store)
     with pytest.raises(ValueError, match="prefix_store: expected no cache beside it"):
         model.generate(ids, prefix_store=store, **{CACHE_NAME: DynamicCache()})
+    for draft in ({"assistant_model": model}, {"prompt_lookup_num_tokens": 3}):
+        with pytest.raises(ValueError, match="prefix_store: expected no drafts beside it"):
+            model.generate(ids, prefix_store=store, **draft)
     assert cache_bytes(cache) > 0 and store.put(ids, DynamicCache(config=model.config)) == 0
