@@ -11,10 +11,12 @@ above 90 %. From arXiv 2306.00946 (flip-flop): batch 16, a loss on the bits read
 - Flip-flop: weight decay 0, a peak of 1e-3, β's bias starting at 2 (a β of 1.76), since with decay
   or a lower start a run that has reached no error on sparse sequences is apt to leave it again.
   `flip_flop_search` varies the three.
-- Group words: one run with targets at every prefix stands for a run of each length: a length is
-  solved where more than 90 % of words have every prefix up to it right. The longest prefix that is
-  a target grows from 2 to 20 over the first half of training. Sequences are drawn anew for ever, so
-  short words are bound to have been seen in training; at 60 elements no word of 20 has.
+- Group words: a start token before the first letter, without which one layer cannot tell a letter
+  from its repetition; in the identity form half of the words are closed on purpose. One run with
+  targets at every prefix stands for a run of each length: a length is solved where more than 90 %
+  of words have every prefix up to it right. The longest prefix that is a target grows from 2 to 20
+  over the first half of training. Sequences are drawn anew for ever, so short words are bound to
+  have been seen in training; of 60 elements, no word of 20 has.
 - Other forms of A5 and S5, S3, Z60: width 256, 4 heads, batch 256.
 - MQRAR: layout as `Mqrar` says, half of the pairs ask, keys with too few assignments are no
   target, loss on answers alone; batch 32, a peak of 1e-3.

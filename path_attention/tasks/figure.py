@@ -35,7 +35,7 @@ def draw(task: str, rows: Sequence[Row], path: Path) -> None:
 def _flip_flop(rows: Sequence[Row]) -> Figure:
     tests = list(dict.fromkeys(row["test"] for row in rows))
     names = list(dict.fromkeys(_name(row) for row in rows))
-    height = 1.4 + 0.3 * len(names)
+    height = 1.6 + 0.3 * len(names)
     figure = Figure(figsize=(3.4 * len(tests) + 2, height), layout="constrained", dpi=150)
     panels = figure.subplots(1, len(tests), sharey=True, squeeze=False)[0]
     for axes, test in zip(panels, tests, strict=True):
@@ -51,6 +51,7 @@ def _flip_flop(rows: Sequence[Row]) -> Figure:
                 axes.plot(row["published"], y, "x", color=_COLOURS[1])
         axes.set(xscale="log", xlim=(_FLOOR, 1), title=test, xlabel="share of errors")
         axes.set_yticks(range(len(names)), names)
+        axes.set_ylim(len(names) - 0.5, -0.5)
         _tidy(axes)
     figure.suptitle(
         "Flip-flop: dots pooled, lines 95 %, ticks each seed's least and greatest, ◂ no error: "
@@ -63,22 +64,29 @@ def _flip_flop(rows: Sequence[Row]) -> Figure:
 def _group_words(rows: Sequence[Row]) -> Figure:
     fewest = [row for row in rows if row["kind"] == "fewest"]
     titles = list(dict.fromkeys(row["title"] for row in fewest))
-    names = list(dict.fromkeys(row["encoding"] for row in fewest))
-    figure = Figure(figsize=(4 * len(titles), 3.4), layout="constrained", dpi=150)
-    panels = figure.subplots(1, len(titles), squeeze=False)[0]
-    for axes, title in zip(panels, titles, strict=True):
+    names = list(dict.fromkeys(row["model"] for row in fewest))
+    wide = min(len(titles), 3)
+    tall = -(-len(titles) // wide)
+    figure = Figure(figsize=(4 * wide, 3.4 * tall), layout="constrained", dpi=150)
+    panels = list(figure.subplots(tall, wide, squeeze=False).flat)
+    for axes in panels[len(titles) :]:
+        axes.set_axis_off()
+    for axes, title in zip(panels, titles, strict=False):
         for name in names:
-            mine = [row for row in fewest if (row["title"], row["encoding"]) == (title, name)]
+            mine = [row for row in fewest if (row["title"], row["model"]) == (title, name)]
             done = [row for row in mine if row["layers"] is not None]
             n = names.index(name)
             shift = 0.04 * (n - len(names) / 2)  # lines that coincide stay visible
             style = {"color": _COLOURS[n % 8], "marker": _MARKERS[n % 8], "markersize": 4}
             at = [row["length"] for row in done]
             axes.plot(at, [row["layers"] + shift for row in done], label=name, **style)
-        most = max(row["tried"] for row in fewest if row["title"] == title)
+        under = [row for row in fewest if row["title"] == title]
+        most, longest = (max(row[name] for row in under) for name in ("tried", "length"))
         axes.set(title=title, xlabel="length", ylabel="fewest layers, every seed > 90 %")
         axes.set_yticks(range(1, most + 1))
         axes.set_ylim(0.7, most + 0.3)
+        axes.set_xlim(1.5, longest + 0.5)
+        axes.set_xticks(range(2, longest + 1, 2))
         _tidy(axes)
     figure.axes[0].legend(frameon=False, fontsize=7)
     return figure

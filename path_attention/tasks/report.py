@@ -158,15 +158,15 @@ def _length_table(rows: Sequence[Row]) -> str:
 
 def _fewest_table(rows: Sequence[Row]) -> str:
     lengths = sorted({row["length"] for row in rows})
-    encodings = dict.fromkeys(row["encoding"] for row in rows)
-    cells = {(row["encoding"], row["length"]): row for row in rows}
+    models = dict.fromkeys(row["model"] for row in rows)
+    cells = {(row["model"], row["length"]): row for row in rows}
 
     def cell(row: Row) -> str:
         return f">{row['tried']}" if row["layers"] is None else str(row["layers"])
 
     return _table(
         ("fewest layers, by length", *lengths),
-        [(name, *(cell(cells[name, length]) for length in lengths)) for name in encodings],
+        [(name, *(cell(cells[name, length]) for length in lengths)) for name in models],
     )
 
 

@@ -44,12 +44,13 @@ def settings_of(runs: Sequence[Run]) -> dict[str, list[Run]]:
     return found
 
 
-def changes_of(recipes: Sequence[Row]) -> list[str]:
+def changes_of(recipes: Sequence[Row], among: str = "") -> list[str]:
     """For each recipe under one title, where it departs from what most of its encoding's have.
 
     What changes nothing in a run is left out: how much its tests measure, and how often.
+    among: look at names that begin so alone ("options.": at the model).
     """
-    keys = {key for recipe in recipes for key in recipe} - _NO_CHANGE
+    keys = {key for recipe in recipes for key in recipe if key.startswith(among)} - _NO_CHANGE
     changes = []
     for recipe in recipes:
         same = [other for other in recipes if other["encoding"] == recipe["encoding"]]
@@ -114,13 +115,15 @@ def length_rows(runs: Sequence[Run]) -> list[Row]:
     words trained on.
     """
     groups = list(settings_of(runs).values())
-    changes = changes_of([group[0].recipe for group in groups])
+    recipes = [group[0].recipe for group in groups]
+    changes = zip(changes_of(recipes), changes_of(recipes, "options."), strict=True)
     rows = []
-    for group, change in zip(groups, changes, strict=True):
+    for group, (change, model) in zip(groups, changes, strict=True):
         inside = [solved_length(run, "in_distribution") for run in group]
         beyond = [solved_length(run, "beyond_training") for run in group]
         accuracy = [1 - _hardest(run, "in_distribution") for run in group]
         row = _head(group, change)
+        row["model"] = ", ".join([row["encoding"]] + [model] * bool(model))
         for name, values in (("in_training", inside), ("beyond", beyond), ("accuracy", accuracy)):
             row[name] = statistics.fmean(values)
             row[f"{name}_least"], row[f"{name}_greatest"] = min(values), max(values)
@@ -129,19 +132,19 @@ def length_rows(runs: Sequence[Run]) -> list[Row]:
 
 
 def fewest_layers(rows: Sequence[Row], longest: int) -> list[Row]:
-    """For each encoding and length, the fewest layers with which every seed solves it.
+    """For each model and length, the fewest layers with which every seed solves it.
 
-    rows: of `length_rows`, under one title; None where no model that was run does. Of several
-    settings of one encoding and depth the best counts.
+    rows: of `length_rows`, under one title. layers is None where no depth that was tried does, of
+    which tried is the greatest. Of several ways to train a model the best counts.
     """
     found = []
-    for encoding in dict.fromkeys(row["encoding"] for row in rows):
-        mine = [row for row in rows if row["encoding"] == encoding]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        mine = [row for row in rows if row["model"] == model]
+        tried = max(row["layers"] for row in mine)
         for length in range(2, longest + 1):
             deep = [row["layers"] for row in mine if row["in_training_least"] >= length]
-            tried = max(row["layers"] for row in mine)
-            layers = min(deep) if deep else None
-            found.append({"encoding": encoding, "length": length, "layers": layers, "tried": tried})
+            layers = min(deep, default=None)
+            found.append({"model": model, "length": length, "layers": layers, "tried": tried})
     return found
 
 

@@ -115,21 +115,24 @@ def test_solved_lengths_and_fewest_layers() -> None:
         words(replace(WORDS, seed=1), [0, 0, 0, 9], [0, 0, 0, 50, 0, 0]),
         words(replace(WORDS, encoding="rope"), [0, 50, 90, 100], [0] * 6),
         words(replace(WORDS, encoding="rope", layers=2), [0, 0, 9, 10], [0] * 6),
+        words(replace(WORDS, encoding="rope", learning_rate=1e-4), [0, 9, 90, 100], [0] * 6),
+        words(replace(WORDS, options={"householders_per_token": 2}), [0] * 4, [0] * 6),
+        words(replace(WORDS, layers=2), [99] * 4, [99] * 6),
     ]
-    assert [solved_length(run, "in_distribution") for run in runs] == [3, 4, 1, 3]
-    assert [solved_length(run, "beyond_training") for run in runs] == [5, 3, 6, 6]
+    assert [solved_length(run, "in_distribution") for run in runs[:4]] == [3, 4, 1, 3]
+    assert [solved_length(run, "beyond_training") for run in runs[:4]] == [5, 3, 6, 6]
     rows = length_rows(runs)
     assert (rows[0]["in_training"], rows[0]["in_training_least"]) == (3.5, 3)
     assert (rows[0]["accuracy_least"], rows[0]["accuracy_greatest"]) == (0.9, 0.91)
-    found = [(r["encoding"], r["length"], r["layers"]) for r in fewest_layers(rows, 4)]
-    assert found == [
-        ("path", 2, 1),
-        ("path", 3, 1),
-        ("path", 4, None),
-        ("rope", 2, 2),
-        ("rope", 3, 2),
-        ("rope", 4, None),
-    ]
+    fewest: dict[str, list[int | None]] = {}
+    for row in fewest_layers(rows, 4):
+        fewest.setdefault(row["model"], []).append(row["layers"])
+        assert row["tried"] == (1 if "householders" in row["model"] else 2)
+    assert fewest == {
+        "path": [1, 1, None],
+        "rope": [1, 2, None],  # one layer by the better of two rates
+        "path, householders_per_token 2": [1, 1, 1],  # a model of its own
+    }
     assert error_rows(runs)[0]["errors"] == 19  # of whole words, not of their prefixes
     assert title_of(runs[0].recipe) == "S5 over swaps"
 
