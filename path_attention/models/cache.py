@@ -74,11 +74,12 @@ class PathAttentionCacheLayer(LayerCache, CacheLayerMixin):
         if self.device is not None:
             self.move(self.device)
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Drop the last −tokens_to_remove columns, as transformers counts: `LayerCache.crop`.
 
         Raises ValueError on a number above 0, and where a sealed unit would have to be undone.
         """
+        tokens_to_remove = int(tokens_to_remove)
         if tokens_to_remove > 0:
             raise ValueError(
                 "tokens_to_remove: expected at most 0, minus the number of tokens to drop, "

@@ -107,6 +107,30 @@ def test_chunks_of_padded_rows_are_the_whole(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
+def test_sealed_units_are_the_whole(case: str) -> None:
+    """A prompt of several units, steps and a chunk over borders; then drafts taken back."""
+    layer, _ = make_layer(case)
+    x, ids = make_input(2, 420)
+    cache, parts, start = LayerCache(), [], 0
+    with torch.no_grad():
+        whole = layer(x, token_ids=ids)
+        for n in (250, 1, 1, 100, 1, 5):
+            span = slice(start, start + n)
+            parts.append(layer(x[:, span], token_ids=ids[:, span], cache=cache))
+            start += n
+        torch.testing.assert_close(torch.cat(parts, 1), whole[:, :358], **EXACT)
+        assert cache.last_border == 256 if cache.kind != "plain" else cache.unit == 64
+        for _ in range(3):
+            draft = torch.randn(2, 20, 12, dtype=torch.float64)
+            layer(draft, token_ids=ids[:, :20], cache=cache)
+            cache.crop(start)
+            span = slice(start, start + 20)
+            got = layer(x[:, span], token_ids=ids[:, span], cache=cache)
+            torch.testing.assert_close(got, whole[:, span], **EXACT)
+            start += 20
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_trains_50_steps_saves_and_loads_bitwise(case: str, tmp_path) -> None:
     """A batch is learned by heart: context alone tells its tokens apart."""
     torch.manual_seed(2)

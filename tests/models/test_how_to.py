@@ -97,6 +97,22 @@ def test_it_trains_decodes_packs_and_is_saved(how_to, tmp_path) -> None:
         assert out.shape == (2, 45)
 
 
+def test_decoding_runs_as_told() -> None:
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
+    exec("\n".join(code_blocks("how-to-decode.md")), names)
+    assert names["text"].shape == (1, 520)
+    assert torch.equal(names["first"], names["text"]) and torch.equal(names["again"], names["text"])
+    assert [names[x].get_seq_length() for x in ("cache", "other")] == [500, 500]
+    ids = torch.cat([names["prompt"], torch.tensor([[7, 8]])], 1)
+    model = names["model"]
+    with torch.no_grad():
+        wanted = model(ids, use_cache=False).logits[:, 500:]
+        for cache in (names["cache"], names["other"]):
+            got = model(ids[:, 500:], past_key_values=cache).logits
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_the_table_of_presets_is_true() -> None:
     exec(code_blocks("how-to-choose-an-encoding.md")[0], {})
     text = (DOCS / "how-to-choose-an-encoding.md").read_text("utf-8")

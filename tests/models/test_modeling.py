@@ -153,7 +153,7 @@ def test_tokens_are_taken_back_from_every_layer(make_model, preset: str) -> None
     with torch.no_grad():
         cache = model(ids, use_cache=True)[CACHE_NAME]
         cache.crop(0)
-        cache.crop(-40)
+        cache.crop(torch.tensor(-40))  # transformers 5.17 counts on the device
         assert cache.get_seq_length() == 120
         wanted = model(ids, use_cache=False).logits[:, 120:140]
         got = model(ids[:, 120:140], past_key_values=cache).logits
