@@ -8,13 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from path_attention.recipes.demo import demo_path, demo_rope
+from path_attention.recipes.pretrain import PRETRAIN, pretrain
 from path_attention.training.recipe import Recipe
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
-    recipe.__name__: recipe for recipe in (demo_path, demo_rope)
+    **{recipe.__name__: recipe for recipe in (demo_path, demo_rope)},
+    **PRETRAIN,
 }
 
-__all__ = ["RECIPES", "demo_path", "demo_rope", "find_recipe", "recipe_usage"]
+__all__ = ["RECIPES", "demo_path", "demo_rope", "find_recipe", "pretrain", "recipe_usage"]
 
 
 def find_recipe(name: str) -> Callable[[], Recipe]:
@@ -35,8 +37,9 @@ def find_recipe(name: str) -> Callable[[], Recipe]:
 def recipe_usage(prog: str) -> str:
     """Help on the recipes."""
     lines = [f"usage: {prog} RECIPE [overrides]   ({prog} RECIPE --help shows them)", ""]
+    width = max(map(len, RECIPES))
     for name, recipe in RECIPES.items():
-        lines.append(f"  {name:16}  {(recipe.__doc__ or '').splitlines()[0]}")
+        lines.append(f"  {name:{width}}  {(recipe.__doc__ or '').splitlines()[0]}")
     return "\n".join([*lines, "", "  FILE.py:FUNCTION  your own function that returns a Recipe"])
 
 

@@ -53,6 +53,7 @@ class CorpusRecipe:
         hub_split: the hub data set's split; held-out documents are taken from it too.
         hub_column: the hub data set's column of text.
         max_documents: stop after so many documents.
+        max_tokens: stop once there are so many tokens, with the megabyte of text at hand.
     """
 
     sources: tuple[str, ...] = ("stdlib",)
@@ -66,6 +67,7 @@ class CorpusRecipe:
     hub_split: str = "train"
     hub_column: str = "text"
     max_documents: int | None = None
+    max_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.tokenizer is not None and self.vocab_size is not None:
@@ -80,7 +82,7 @@ class CorpusRecipe:
             )
         if not 0 <= self.heldout_fraction < 1:
             raise ValueError(f"heldout_fraction: expected in [0, 1), got {self.heldout_fraction}")
-        for name in ("tokenizer_bytes", "max_documents"):
+        for name in ("tokenizer_bytes", "max_documents", "max_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
@@ -263,6 +265,8 @@ def _fingerprint(
     options = dataclasses.asdict(recipe)
     for name in ("sources", "include"):  # their effect is in the documents
         del options[name]
+    if recipe.max_tokens is None:
+        del options["max_tokens"]
     if tokenizer is None:
         options["vocab_size"] = recipe.vocab_size or _VOCABULARY
     options["tokenizer"] = None if tokenizer is None else tokenizers.tokenizer_digest(tokenizer)
@@ -328,6 +332,9 @@ def _write(
                 sizes.append(len(encoded))
                 digests.append(hashlib.sha256(encoded).digest()[:16])
             bar.update(task, advance=len(texts))
+            done = file.tell() // dtype.itemsize
+            if recipe.max_tokens is not None and done >= recipe.max_tokens:
+                break
     heldout = np.array([recipe.is_heldout(name) for name in names], dtype=bool)
     _check_split(recipe, documents, heldout)
     in_training = {d for d, out in zip(digests, heldout, strict=True) if not out}

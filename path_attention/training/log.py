@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.progress import TextColumn
 
 from path_attention.training.processes import Processes
@@ -19,9 +22,16 @@ class RunLog:
     """A context manager; writes in the first process only.
 
     log.jsonl has one object a line: `{"step", "loss", "gradient_norm", "learning_rate", "tokens",
-    "tokens_per_second", "seconds"}` every `recipe.every` steps, `{"step", "heldout_loss"}`, and
-    `{"step", "event"}`. Steps count from 1: a line tells of the state after that step. Lines past
-    the step that a run resumes from are dropped, since those steps are taken again.
+    "tokens_per_second", "seconds", …}` every `recipe.every` steps, `{"step", "heldout_loss"}`, and
+    `{"step", "event", …}`. Steps count from 1: a line tells of the state after that step. Lines
+    past the step that a run resumes from are dropped, since those steps are taken again.
+
+    A step's line also has what its time went to, summed over the steps since the line before, of
+    the first process: `seconds_data` (waiting for rows), `seconds_compute` (forward and backward,
+    until the loss is known) and `seconds_update` (clipping and optimizer; on CUDA its kernels
+    finish during the next step's compute). Where the device's peak is known, `mfu`: the model FLOPs
+    (`flops.ModelFlops`) over seconds · processes · peak. On CUDA `peak_memory_gb`: the most memory
+    allocated since the line before, by the first process, in 10⁹ bytes.
 
     Args:
         folder: of the run.
@@ -29,15 +39,26 @@ class RunLog:
         steps: the run's last step.
         start: the step that it starts after.
         processes: of the run.
+        peak: FLOPs a second of one process's device; None for no utilisation.
     """
 
     def __init__(
-        self, folder: Path, recipe: LogRecipe, *, steps: int, start: int, processes: Processes
+        self,
+        folder: Path,
+        recipe: LogRecipe,
+        *,
+        steps: int,
+        start: int,
+        processes: Processes,
+        peak: float | None = None,
     ) -> None:
         self.recipe = recipe
         self.first = processes.first
         self.steps = steps
-        self._since = (time.perf_counter(), 0)  # when the last line was, tokens since
+        self.peak = None if peak is None else peak * processes.count
+        self.cuda = processes.device.type == "cuda"
+        self._paused = 0.0  # since the last line
+        self._begin()
         if not self.first:
             return
         path = folder / "log.jsonl"
@@ -65,35 +86,63 @@ class RunLog:
             if self._board is not None:
                 self._board.close()
 
+    def part(self, name: str, seconds: float) -> None:
+        """A part of a step's time."""
+        self._parts[name] = self._parts.get(name, 0.0) + seconds
+
     def step(
-        self, step: int, *, loss: float, gradient_norm: float, learning_rate: float, tokens: int
+        self,
+        step: int,
+        *,
+        loss: float,
+        gradient_norm: float,
+        learning_rate: float,
+        tokens: int,
+        flops: float = 0.0,
     ) -> None:
         """After a step of `tokens` tokens. Every `every` steps, and at the last, it is written."""
-        now = time.perf_counter()
-        before, count = self._since
-        count += tokens
-        self._since = (before, count)
+        self._tokens += tokens
+        self._flops += flops
         if not self.first:
             return
-        speed = count / (now - before)
+        seconds = time.perf_counter() - self._start - self._paused
+        speed = self._tokens / seconds
+        utilisation = None if self.peak is None else self._flops / (seconds * self.peak)
         status = f"loss {loss:.4f}  {speed:,.0f} tokens/s"
+        if utilisation is not None:
+            status += f"  MFU {utilisation:.1%}"
         self._bar.update(self._task, completed=step, status=status)
         if step % self.recipe.every and step != self.steps:
             return
-        self._since = (now, 0)
-        self._write(
-            {
-                "step": step,
-                "loss": loss,
-                "gradient_norm": gradient_norm,
-                "learning_rate": learning_rate,
-                "tokens": step * tokens,
-                "tokens_per_second": round(speed, 1),
-                "seconds": round(now - before, 4),
-            }
-        )
+        line: dict[str, Any] = {
+            "step": step,
+            "loss": loss,
+            "gradient_norm": gradient_norm,
+            "learning_rate": learning_rate,
+            "tokens": step * tokens,
+            "tokens_per_second": round(speed, 1),
+            "seconds": round(seconds, 4),
+        }
+        line |= {f"seconds_{name}": round(value, 4) for name, value in self._parts.items()}
+        if utilisation is not None:
+            line["mfu"] = round(utilisation, 4)
+        if self.cuda:
+            line["peak_memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 3)
+            torch.cuda.reset_peak_memory_stats()
+        self._begin()
+        self._write(line)
         if self.recipe.progress and not console.is_terminal:
             say(f"step {step}/{self.steps}  {status}")
+
+    def _begin(self) -> None:
+        self._start, self._paused, self._tokens, self._flops = time.perf_counter(), 0.0, 0, 0.0
+        self._parts: dict[str, float] = {}
+
+    def event(self, step: int, event: str, **more: Any) -> None:
+        """Something that happened at a step, in the log and on the terminal."""
+        if self.first:
+            self._write({"step": step, "event": event, **more})
+            say(f"step {step}  {event}")
 
     def heldout(self, step: int, loss: float) -> None:
         """A held-out loss after `step` steps."""
@@ -102,16 +151,21 @@ class RunLog:
             if self.recipe.progress:
                 say(f"step {step}  held-out loss {loss:.4f}")
 
-    def pause(self) -> None:
-        """Leave the time since the last line out of the speed (held-out losses, checkpoints)."""
-        self._since = (time.perf_counter(), 0)
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """The time of what is done inside is no part of a step's (held-out losses, checkpoints)."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._paused += time.perf_counter() - start
 
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         if self._board is not None:
             for name, value in line.items():
-                if name not in ("step", "event"):
+                if name != "step" and isinstance(value, (int, float)):
                     self._board.add_scalar(name, value, line["step"])
 
 

@@ -7,31 +7,34 @@ import json
 import math
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from path_attention.models import PathAttentionConfig, PathAttentionForCausalLM
+from path_attention.models import PathAttentionConfig
 from path_attention.training.checkpoint import Checkpoints
 from path_attention.training.corpus import TokenCorpus, build, summary
 from path_attention.training.export import export_model, write_card
+from path_attention.training.flops import peak_flops
+from path_attention.training.guard import Guard
 from path_attention.training.log import RunLog, read_log
+from path_attention.training.model import build_model
 from path_attention.training.processes import (
     Processes,
     choose_precision,
-    spread,
     start_processes,
     synchronise_gradients,
 )
 from path_attention.training.progress import say
 from path_attention.training.recipe import DataRecipe, OptimizerRecipe, Recipe
-from path_attention.training.rows import PackedRows, Row
+from path_attention.training.rows import PackedRows, Row, RowsAhead
 
 Resume = Literal["auto", "never", "must"]
 
@@ -65,7 +68,7 @@ def train(recipe: Recipe, out: str | Path, *, resume: Resume = "auto") -> Outcom
     Raises:
         ValueError: a contradiction in the recipe or with what `out` holds; no usable corpus.
         OSError: the disk is full or can't be read; checkpoints already written are kept.
-        FloatingPointError: the loss or gradient is not finite; names the step.
+        FloatingPointError: a bad step (`GuardRecipe`); names it and its documents.
     """
     out = Path(out)
     with start_processes(recipe.device) as processes:
@@ -149,12 +152,13 @@ class _Run:
             seed=recipe.seed,
         )
         self.heldout = self._heldout_rows()
+        self.ahead = RowsAhead(self.rows, recipe.data.workers)
         self.config = model_config(recipe, corpus)
-        torch.manual_seed(recipe.seed)
-        model = cast(nn.Module, PathAttentionForCausalLM(self.config))
-        self.parameters = sum(p.numel() for p in model.parameters())
-        self.model = spread(model.to(processes.device), recipe.parallel, processes)
+        self.model, self.flops, self.parameters = build_model(
+            recipe, self.config, self.dtype, processes
+        )
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
+        self.guard = Guard(recipe.guard)
         course = {
             **recipe.course(),
             "precision": str(self.dtype).removeprefix("torch."),
@@ -165,19 +169,28 @@ class _Run:
             keep=recipe.checkpoint.keep,
             course=course,
             processes=processes,
+            asynchronous=recipe.checkpoint.asynchronous,
         )
 
     def go(self) -> Outcome:
         """Take the steps that are left; export the model after the last."""
         recipe = self.recipe
-        start = self.checkpoints.load_latest(self.model, self.optimizer)
+        start, guard = self.checkpoints.load_latest(self.model, self.optimizer)
+        if guard is not None:
+            self.guard.load(guard)
         self._announce(start)
         if start == recipe.steps and (self.out / "card.json").exists():
             return Outcome(start)
+        peak = recipe.log.peak_flops or peak_flops(self.processes.device, self.dtype)
         log = RunLog(
-            self.out, recipe.log, steps=recipe.steps, start=start, processes=self.processes
+            self.out,
+            recipe.log,
+            steps=recipe.steps,
+            start=start,
+            processes=self.processes,
+            peak=peak,
         )
-        with log, _stop_signals() as stop:
+        with log, contextlib.closing(self.ahead), _stop_signals() as stop:
             for step in range(start, recipe.steps):
                 asked = self._step(step, log, stop.received)
                 self._after_step(step + 1, log, stopping=asked is not None)
@@ -189,39 +202,57 @@ class _Run:
     def _step(self, step: int, log: RunLog, stop: int | None) -> int | None:
         """One optimizer step. Returns the signal that any process received, or None."""
         recipe, processes = self.recipe, self.processes
-        first = step * self.passes * processes.count + processes.rank
-        rows = [self.rows.row(first + n * processes.count) for n in range(self.passes)]
-        (targets,) = processes.sum(sum(row.targets for row in rows))
+        begun = time.perf_counter()
+        rows = self.ahead.get(self._numbers(step), self._numbers(step + 1))
+        log.part("data", time.perf_counter() - begun)
+        begun = time.perf_counter()
+        work = sum(self.flops.of(row.packing.lengths) for row in rows)
+        targets, work = processes.sum(sum(row.targets for row in rows), work)
         _reseed(recipe.seed, step, processes.rank)
-        total = torch.zeros((), device=processes.device)
+        losses = []
         for n, row in enumerate(rows):
             synchronise_gradients(self.model, n == self.passes - 1)
             # gradients are averaged over processes, so each divides by its share of the targets
             loss = self._loss(row, targets / processes.count)
             loss.backward()
-            total += loss.detach()
-        summed, highest = processes.sum(total, stop or 0)
-        loss = summed / processes.count
-        if not math.isfinite(loss):
-            self._not_finite("loss", loss, step, rows)
-        norm = self._clip()
-        if not math.isfinite(norm):
-            self._not_finite("gradient's norm", norm, step, rows)
-        rate = recipe.optimizer.learning_rate * recipe.schedule.share(step, recipe.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        log.step(
-            step + 1,
-            loss=loss,
-            gradient_norm=norm,
-            learning_rate=rate,
-            tokens=recipe.batch_tokens,
+            losses.append(loss.detach())
+        summed, highest, written = processes.sum(
+            torch.stack(losses).sum(), stop or 0, self.checkpoints.written
         )
+        loss = summed / processes.count
+        log.part("compute", time.perf_counter() - begun)
+        begun = time.perf_counter()
+        norm = self._clip()
+        rate = recipe.rate(step)
+        fault = self.guard.fault(loss, norm)
+        if fault is None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+        else:
+            self._bad(step, fault, losses, log)
+        self.optimizer.zero_grad(set_to_none=True)
+        log.part("update", time.perf_counter() - begun)
+        if fault is None:
+            log.step(
+                step + 1,
+                loss=loss,
+                gradient_norm=norm,
+                learning_rate=rate,
+                tokens=recipe.batch_tokens,
+                flops=work,
+            )
+        if written == processes.count:
+            self.checkpoints.finish()
         if not highest:
             return None
         return stop or signal.SIGTERM  # another process's signal ends this one's run too
+
+    def _numbers(self, step: int) -> list[int]:
+        """The rows that are this process's in a step."""
+        count = self.processes.count
+        first = step * self.passes * count + self.processes.rank
+        return [first + n * count for n in range(self.passes)]
 
     def _loss(self, row: Row, divisor: float) -> torch.Tensor:
         """The row's cross-entropy in nats, summed over its targets, divided by `divisor`."""
@@ -245,11 +276,13 @@ class _Run:
         last = done == recipe.steps
         every = recipe.log.heldout_every
         if self.heldout is not None and (last or (every is not None and done % every == 0)):
-            log.heldout(done, self.heldout_loss())
-            log.pause()
+            with log.pause():
+                log.heldout(done, self.heldout_loss())
         if last or stopping or done % recipe.checkpoint.every == 0:
-            self.checkpoints.save(done, self.model, self.optimizer)
-            log.pause()
+            with log.pause():
+                self.checkpoints.save(done, self.model, self.optimizer, self.guard.state())
+                if last or stopping:
+                    self.checkpoints.finish()
 
     def _heldout_rows(self) -> PackedRows | None:
         tokens = self.corpus.info["heldout_tokens"]
@@ -283,14 +316,47 @@ class _Run:
         total, targets = processes.sum(total, targets)
         return total / targets
 
-    def _not_finite(self, what: str, value: float, step: int, rows: list[Row]) -> None:
-        numbers = sorted({number for row in rows for number in row.documents})
+    def _bad(self, step: int, fault: str, losses: list[torch.Tensor], log: RunLog) -> None:
+        """Say which step is not taken, why, and on which documents; stop if the rule says so.
+
+        Raises FloatingPointError, on every process.
+        """
+        numbers = self._suspects(step, losses)
         names = [self.corpus.names[number] for number in numbers[:3]]
-        raise FloatingPointError(
-            f"the {what} is {value} at step {step + 1}, on {len(numbers)} documents such as "
-            f"{names}; the step was not taken (checkpoints: steps {self.checkpoints.steps()}). "
-            "Lower optimizer.learning_rate, lengthen schedule.warmup_steps or look at the documents"
+        said = (
+            f"{fault} at step {step + 1}, on {len(numbers)} documents such as {names}; "
+            "the step was not taken"
         )
+        if not self.guard.stops:
+            log.event(step + 1, f"skipped: {said}", documents=numbers)
+            return
+        self.checkpoints.finish()
+        in_a_row = f" ({self.guard.bad} bad steps in a row)" if self.guard.bad > 1 else ""
+        raise FloatingPointError(
+            f"{said}{in_a_row} (checkpoints: steps {self.checkpoints.steps()}). Lower "
+            "optimizer.learning_rate, lengthen the schedule's warm-up or look at the documents"
+        )
+
+    def _suspects(self, step: int, losses: list[torch.Tensor]) -> list[int]:
+        """The documents of the rows, of any process, whose loss is not finite.
+
+        If all are finite: those of the row of highest mean loss, where it stands out from the
+        others by half; else all of the step's.
+        """
+        count, rank = self.processes.count, self.processes.rank
+        rows = [self.rows.row(step * self.passes * count + n) for n in range(self.passes * count)]
+        values = [0.0] * len(rows)
+        for n, loss in enumerate(losses):
+            value = loss.item()
+            values[n * count + rank] = value if math.isfinite(value) else math.inf
+        values = self.processes.sum(*values)
+        means = [value / max(row.targets, 1) for value, row in zip(values, rows, strict=True)]
+        found = [row for row, mean in zip(rows, means, strict=True) if not math.isfinite(mean)]
+        if not found:
+            others = sorted(means)[:-1]
+            if others and max(means) > 1.5 * others[-1]:
+                found = [rows[means.index(max(means))]]
+        return sorted({number for row in found or rows for number in row.documents})
 
     def _announce(self, start: int) -> None:
         recipe = self.recipe

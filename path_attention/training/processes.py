@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from path_attention.training.recipe import Parallel, Precision
@@ -107,9 +107,20 @@ def start_processes(device: str = "auto") -> Iterator[Processes]:
         dist.destroy_process_group()
 
 
-def spread(model: nn.Module, parallel: Parallel, processes: Processes) -> nn.Module:
+def spread(
+    model: nn.Module,
+    parallel: Parallel,
+    processes: Processes,
+    dtype: torch.dtype = torch.float32,
+    *,
+    compiled: bool = False,
+) -> nn.Module:
     """The model as it trains on these processes: itself if alone, else copied ("ddp") or spread
     ("fsdp": each block of `model._no_split_modules`, then the rest).
+
+    Spread, a block's plain linear layers travel in `dtype` (autocast would cast them anyway), and
+    everything else, norms and gates above all, in float32; gradients are summed in float32. In a
+    compiled block, which a second group would cut in two, all of it travels in float32.
 
     Raises:
         ValueError: a way to spread was named, and no process group was started.
@@ -124,10 +135,18 @@ def spread(model: nn.Module, parallel: Parallel, processes: Processes) -> nn.Mod
     if parallel == "fsdp":
         mesh = init_device_mesh(processes.device.type, (processes.count,))
         blocks = set(getattr(model, "_no_split_modules", None) or ())
-        for module in model.modules():
+        whole = MixedPrecisionPolicy(cast_forward_inputs=False)
+        halved = MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+        for module in list(model.modules()):
             if type(module).__name__ in blocks:
-                fully_shard(module, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+                if dtype != torch.float32 and not compiled:
+                    linear: list[nn.Module] = []
+                    linear += [layer for layer in module.modules() if type(layer) is nn.Linear]
+                    fully_shard(linear, mesh=mesh, mp_policy=halved)
+                fully_shard(module, mesh=mesh, mp_policy=whole)
+        fully_shard(model, mesh=mesh, mp_policy=whole)
         return model
     return DistributedDataParallel(
         model, device_ids=[processes.device] if processes.device.type == "cuda" else None

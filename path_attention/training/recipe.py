@@ -12,6 +12,7 @@ from path_attention.training.corpus import CorpusRecipe
 
 Precision = Literal["auto", "float32", "bfloat16"]
 Parallel = Literal["auto", "ddp", "fsdp"]
+Initialisation = Literal["whole", "meta"]
 
 
 def _at_least(low: float, **values: float | None) -> None:
@@ -66,14 +67,18 @@ class DataRecipe:
         corpus: the corpus's folder: opened if it is there, else made there from `build`. None for a
             folder of the cache.
         build: what the corpus is made from.
+        workers: threads of each process that make the next step's rows during this one; with 0
+            they are made when they are needed. The rows are the same.
     """
 
     context_length: int
     corpus: Path | None = None
     build: CorpusRecipe = field(default_factory=CorpusRecipe)
+    workers: int = 0
 
     def __post_init__(self) -> None:
         _at_least(2, context_length=self.context_length)
+        _at_least(0, workers=self.workers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,19 +115,29 @@ class ScheduleRecipe:
         kind: "cosine": down to `final` over all steps. "wsd": flat, then straight down to `final`
             over the last `decay_steps` steps (warm-up, stable, decay; arXiv 2404.06395).
         warmup_steps: straight up over so many steps first.
+        warmup_tokens: the same in tokens, rounded to whole steps; one of the two at most.
+        start: where the warm-up starts.
         final: what remains at the last step.
         decay_steps: of "wsd" alone.
     """
 
     kind: Literal["cosine", "wsd"] = "cosine"
     warmup_steps: int = 0
+    warmup_tokens: int | None = None
+    start: float = 0.0
     final: float = 0.1
     decay_steps: int | None = None
 
     def __post_init__(self) -> None:
-        _at_least(0, warmup_steps=self.warmup_steps)
-        if not 0 <= self.final <= 1:
-            raise ValueError(f"final: expected in [0, 1], got {self.final}")
+        _at_least(0, warmup_steps=self.warmup_steps, warmup_tokens=self.warmup_tokens)
+        for name in ("start", "final"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}: expected in [0, 1], got {getattr(self, name)}")
+        if self.warmup_steps and self.warmup_tokens is not None:
+            raise ValueError(
+                f"warmup_tokens: expected None with warmup_steps = {self.warmup_steps}, "
+                f"got {self.warmup_tokens}"
+            )
         if self.kind == "wsd":
             if self.decay_steps is None:
                 raise ValueError(
@@ -134,11 +149,18 @@ class ScheduleRecipe:
                 f'decay_steps: expected None with kind="{self.kind}", got {self.decay_steps}'
             )
 
-    def share(self, step: int, steps: int) -> float:
-        """The share of the peak at step 0 ≤ step < steps."""
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        first = self.warmup_steps if self.decay_steps is None else steps - self.decay_steps
+    def warmup(self, batch_tokens: int) -> int:
+        """The warm-up in steps of so many tokens."""
+        if self.warmup_tokens is None:
+            return self.warmup_steps
+        return round(self.warmup_tokens / batch_tokens)
+
+    def share(self, step: int, steps: int, batch_tokens: int = 1) -> float:
+        """The share of the peak at step 0 ≤ step < steps, each of `batch_tokens` tokens."""
+        warmup = self.warmup(batch_tokens)
+        if step < warmup:
+            return self.start + (1 - self.start) * (step + 1) / warmup
+        first = warmup if self.decay_steps is None else steps - self.decay_steps
         done = min(max(step + 1 - first, 0) / max(steps - first, 1), 1.0)
         down = (1 - math.cos(math.pi * done)) / 2 if self.kind == "cosine" else done
         return 1 - (1 - self.final) * down
@@ -146,10 +168,18 @@ class ScheduleRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRecipe:
-    """Save what a resume needs every `every` steps and at the end; keep the last `keep`."""
+    """Save what a resume needs.
+
+    Attributes:
+        every: steps between checkpoints; there is one at the end too.
+        keep: how many of the latest to keep.
+        asynchronous: go on training while a copy of the state is written. The checkpoint counts
+            once all of it is on disk; a failure to write is raised then.
+    """
 
     every: int = 500
     keep: int = 2
+    asynchronous: bool = False
 
     def __post_init__(self) -> None:
         _at_least(1, every=self.every, keep=self.keep)
@@ -165,6 +195,8 @@ class LogRecipe:
         heldout_tokens: how many tokens of held-out documents it is taken on.
         tensorboard: also write TensorBoard's files.
         progress: draw a bar.
+        peak_flops: what one device can do a second, for model FLOPs utilisation; None for what is
+            known of the device's name, if anything is.
     """
 
     every: int = 10
@@ -172,6 +204,7 @@ class LogRecipe:
     heldout_tokens: int = 65536
     tensorboard: bool = True
     progress: bool = True
+    peak_flops: float | None = None
 
     def __post_init__(self) -> None:
         _at_least(
@@ -179,7 +212,36 @@ class LogRecipe:
             every=self.every,
             heldout_every=self.heldout_every,
             heldout_tokens=self.heldout_tokens,
+            peak_flops=self.peak_flops,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardRecipe:
+    """What is a bad step, and what is done about it.
+
+    A step is bad if its loss or the norm of its gradient is not finite. With `spike`, it is bad too
+    if its loss is more than `spike` deviations above the median of the last `window` steps that
+    were taken, and so many were: a deviation is 1.4826 times the median distance from the median
+    (a normal law's standard deviation), 0.01 nats at the least.
+
+    Attributes:
+        action: "stop" ends the run before the bad step is taken; "skip" goes on without it:
+            weights, moments and the losses looked back at stay as they are, the schedule goes on.
+        spike: deviations; None for no such rule.
+        window: steps looked back at.
+        most: so many bad steps in a row end the run after all.
+    """
+
+    action: Literal["stop", "skip"] = "stop"
+    spike: float | None = None
+    window: int = 64
+    most: int = 8
+
+    def __post_init__(self) -> None:
+        _at_least(1, window=self.window, most=self.most)
+        if self.spike is not None and not self.spike > 0:
+            raise ValueError(f"spike: expected more than 0 or None, got {self.spike}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +250,7 @@ class Recipe:
 
     Attributes:
         name: of the recipe.
-        model, data, optimizer, schedule, checkpoint, log: see their classes.
+        model, data, optimizer, schedule, guard, checkpoint, log: see their classes.
         steps: optimizer steps.
         batch_tokens: tokens of one step, over all processes.
         micro_batch_tokens: tokens of one forward pass of one process; None for one pass a step. The
@@ -197,6 +259,13 @@ class Recipe:
             multiplies it natively, else "float32".
         parallel: with several processes, "ddp" copies the model to each, "fsdp" spreads it
             (`fully_shard`); "auto" is "ddp".
+        initialisation: "whole" makes the model on each device, one draw after the other. "meta"
+            makes each process's part of each parameter alone, drawn by (seed, its module's name):
+            for models that no device can hold. Other numbers, the same law.
+        activation_checkpointing: keep each block's input alone and compute the block again in the
+            backward pass.
+        compile: a backend of `torch.compile` for the blocks, for example "inductor"; None for none.
+        fused: RMSNorm, SwiGLU, and the head with its loss by liger-kernel (CUDA).
         device: "auto" is CUDA where there is one.
         seed: of the start, the order of the data and any randomness in the model.
     """
@@ -211,8 +280,13 @@ class Recipe:
     schedule: ScheduleRecipe = field(default_factory=ScheduleRecipe)
     precision: Precision = "auto"
     parallel: Parallel = "auto"
+    initialisation: Initialisation = "whole"
+    activation_checkpointing: bool = False
+    compile: str | None = None
+    fused: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: int = 0
+    guard: GuardRecipe = field(default_factory=GuardRecipe)
     checkpoint: CheckpointRecipe = field(default_factory=CheckpointRecipe)
     log: LogRecipe = field(default_factory=LogRecipe)
 
@@ -231,7 +305,7 @@ class Recipe:
                 f"data.context_length: expected at most the {self.row_tokens} tokens of one "
                 f"forward pass, got {self.data.context_length}"
             )
-        used = self.schedule.warmup_steps + (self.schedule.decay_steps or 0)
+        used = self.schedule.warmup(self.batch_tokens) + (self.schedule.decay_steps or 0)
         if used > self.steps:
             raise ValueError(
                 f"schedule: expected warm-up and decay within steps = {self.steps}, got {used}"
@@ -241,6 +315,11 @@ class Recipe:
     def row_tokens(self) -> int:
         """Tokens of one forward pass."""
         return self.batch_tokens if self.micro_batch_tokens is None else self.micro_batch_tokens
+
+    def rate(self, step: int) -> float:
+        """The learning rate at step 0 ≤ step < steps."""
+        share = self.schedule.share(step, self.steps, self.batch_tokens)
+        return self.optimizer.learning_rate * share
 
     def passes(self, processes: int) -> int:
         """Forward passes of each process in a step. Raises ValueError on an uneven share."""
@@ -259,14 +338,27 @@ class Recipe:
     def course(self) -> dict[str, Any]:
         """What the run's numbers hang on, flat; the corpus's fingerprint stands for its sources.
 
-        How the work is spread over processes, logged and saved changes nothing but rounding.
+        How the work is spread over processes, computed, logged and saved changes nothing but
+        rounding.
         """
         values = self.to_dict()
-        for name in ("name", "parallel", "device", "checkpoint", "log"):
+        for name in _NO_MATTER:
             del values[name]
         values["micro_batch_tokens"] = self.row_tokens
         values["data"] = {"context_length": self.data.context_length}
         return dict(_flat(values))
+
+
+_NO_MATTER = (
+    "name",
+    "parallel",
+    "device",
+    "activation_checkpointing",
+    "compile",
+    "fused",
+    "checkpoint",
+    "log",
+)
 
 
 def _plain(value: Any) -> Any:

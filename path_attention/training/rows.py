@@ -5,6 +5,8 @@ Row r is a pure function of (corpus, options, r): the step number alone says whe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -115,7 +117,38 @@ class PackedRows:
 
     def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The order of pieces in an epoch, and where each ends in it."""
-        if self._epoch is None or self._epoch[0] != epoch:
+        kept = self._epoch
+        if kept is None or kept[0] != epoch:
             order = np.random.default_rng([self.seed, epoch]).permutation(len(self.starts))
-            self._epoch = (epoch, order, np.cumsum(self.lengths[order]))
-        return self._epoch[1:]
+            kept = self._epoch = (epoch, order, np.cumsum(self.lengths[order]))
+        return kept[1:]
+
+
+class RowsAhead:
+    """Makes rows before they are asked for, in threads of this process. The rows are the same.
+
+    Args:
+        rows: where they come from.
+        workers: threads; 0 makes each row when it is asked for.
+    """
+
+    def __init__(self, rows: PackedRows, workers: int) -> None:
+        self.rows = rows
+        self._pool = ThreadPoolExecutor(workers, "rows") if workers else None
+        self._coming: dict[int, Future[Row]] = {}
+
+    def get(self, numbers: Sequence[int], then: Sequence[int] = ()) -> list[Row]:
+        """These rows; those of `then` are begun."""
+        if self._pool is None:
+            return [self.rows.row(number) for number in numbers]
+        coming = self._coming
+        for number in (*numbers, *then):
+            if number not in coming:
+                coming[number] = self._pool.submit(self.rows.row, number)
+        return [coming.pop(number).result() for number in numbers]
+
+    def close(self) -> None:
+        """Drop what nobody asked for."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+        self._coming.clear()

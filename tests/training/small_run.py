@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from path_attention.training.corpus import CorpusRecipe
 from path_attention.training.recipe import (
     CheckpointRecipe,
     DataRecipe,
+    GuardRecipe,
     LogRecipe,
     ModelRecipe,
     OptimizerRecipe,
@@ -54,4 +56,31 @@ def small_recipe(corpus: Path) -> Recipe:
         log=LogRecipe(
             every=1, heldout_every=None, heldout_tokens=256, tensorboard=False, progress=False
         ),
+    )
+
+
+def scaled_recipe(corpus: Path) -> Recipe:
+    """The same with everything that scales a run switched on."""
+    return dataclasses.replace(
+        small_recipe(corpus),
+        model=dataclasses.replace(small_recipe(corpus).model, preset="path_fox"),
+        data=dataclasses.replace(small_recipe(corpus).data, workers=2),
+        micro_batch_tokens=32,
+        initialisation="meta",
+        activation_checkpointing=True,
+        checkpoint=CheckpointRecipe(every=3, keep=3, asynchronous=True),
+    )
+
+
+def checked_recipe(corpus: Path) -> Recipe:
+    """Every step from the third on is a spike: any rise at all is one, and losses swing.
+
+    A rate so high that the loss does not fall makes sure of it.
+    """
+    return dataclasses.replace(
+        small_recipe(corpus),
+        micro_batch_tokens=32,
+        optimizer=OptimizerRecipe(learning_rate=1.0),
+        guard=GuardRecipe(action="skip", spike=1e-6, window=1, most=6),
+        steps=5,
     )

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from small_run import write_texts
 
+from path_attention.training import corpus as corpus_module
 from path_attention.training.corpus import CorpusRecipe, TokenCorpus, build, build_corpus
 from path_attention.training.sources import Documents
 from path_attention.training.tokenizer import END
@@ -260,3 +261,16 @@ def test_without_a_folder_it_goes_to_the_cache(
     assert corpus.path == tmp_path / "corpora" / corpus.fingerprint[:16]
     same = build(dataclasses.replace(recipe, vocab_size=4096), progress=False)
     assert same.path == corpus.path and len(list(corpus.path.parent.iterdir())) == 1
+
+
+def test_a_corpus_stops_at_its_tokens(texts: Path, tmp_path: Path, monkeypatch) -> None:
+    """With the batch of text at hand; without the limit the fingerprint is what it always was."""
+    monkeypatch.setattr(corpus_module, "_BATCH_CHARACTERS", 200)
+    options = {"vocab_size": 300, "heldout_fraction": 0.2, "progress": False}
+    whole = build_corpus(str(texts), tmp_path / "whole", **options)
+    cut = build_corpus(str(texts), tmp_path / "cut", max_tokens=2000, **options)
+    count = len(cut.names)
+    assert 2000 <= cut.borders[-1] < whole.borders[-1] and cut.names == whole.names[:count]
+    assert (cut.tokens == whole.tokens[: cut.borders[-1]]).all()
+    assert cut.borders[-2] < 2000 + 200, "at most one batch too many"
+    assert cut.fingerprint != whole.fingerprint

@@ -6,7 +6,9 @@ import dataclasses
 import json
 import math
 import shutil
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,7 +116,9 @@ def test_accumulation_weighs_by_tokens(make_recipe, corpus, tmp_path: Path) -> N
     joint.backward()
     norm = nn.utils.clip_grad_norm_(whole.parameters(), recipe.optimizer.clip)
     lines = []
-    log = type("Log", (), {"step": lambda self, step, **line: lines.append(line)})()
+    log = SimpleNamespace(
+        step=lambda step, **line: lines.append(line), part=lambda name, seconds: None
+    )
     gradients = {}
     run.optimizer.register_step_pre_hook(
         lambda *_: gradients.update({n: p.grad.clone() for n, p in run.model.named_parameters()})
@@ -206,6 +210,46 @@ def test_no_undamaged_checkpoint_is_an_error(straight: Path, make_recipe, tmp_pa
         shard.write_bytes(b"")
     with pytest.raises(ValueError, match="every checkpoint in .* is damaged"):
         loop.train(make_recipe(), out)
+
+
+def test_rows_made_ahead_and_saving_meanwhile_change_nothing(
+    straight: Path, make_recipe, tmp_path: Path
+) -> None:
+    """Straight, and resumed from an asynchronous checkpoint: one that aliased the weights would
+    hold later ones."""
+    recipe = make_recipe(
+        data=dataclasses.replace(make_recipe().data, workers=3),
+        checkpoint=CheckpointRecipe(every=3, keep=3, asynchronous=True),
+    )
+    loop.train(recipe, tmp_path / "run")
+    assert_same_run(straight, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
+    (tmp_path / "run" / "card.json").unlink()
+    loop.train(recipe, tmp_path / "run", resume="must")
+    assert {"step": 3, "event": "resumed"} in read_log(tmp_path / "run" / "log.jsonl")
+    assert_same_run(straight, tmp_path / "run")
+
+
+def test_an_asynchronous_checkpoint_that_fails_keeps_those_before(
+    make_recipe, tmp_path: Path, monkeypatch
+) -> None:
+    from path_attention.training import checkpoint
+
+    own, calls = checkpoint.async_save, []
+
+    def fail_the_second(states, **options):
+        calls.append(options)
+        if len(calls) < 2:
+            return own(states, **options)
+        future: Future = Future()
+        future.set_exception(OSError(28, "No space left on device"))
+        return future
+
+    monkeypatch.setattr(checkpoint, "async_save", fail_the_second)
+    recipe = make_recipe(checkpoint=CheckpointRecipe(every=2, keep=3, asynchronous=True))
+    with pytest.raises(OSError, match=r"of step 4 can't be written .* No space.*steps \[2\]"):
+        loop.train(recipe, tmp_path)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
 
 
 def test_a_changed_recipe_is_refused(straight: Path, make_recipe, tmp_path: Path) -> None:

@@ -27,6 +27,15 @@ def test_cosine_warms_up_and_ends_at_its_floor() -> None:
     assert shares[11] == pytest.approx(0.55) and shares[-1] == pytest.approx(0.1)
 
 
+def test_warm_up_by_tokens_starts_where_it_is_told_to() -> None:
+    schedule = ScheduleRecipe(warmup_tokens=40, start=0.2, final=0.1)
+    shares = [schedule.share(step, 20, batch_tokens=10) for step in range(20)]
+    assert shares[:5] == pytest.approx([0.4, 0.6, 0.8, 1.0, shares[4]]) and shares[4] < 1
+    same = ScheduleRecipe(warmup_steps=4, start=0.2, final=0.1)
+    assert shares == [same.share(step, 20) for step in range(20)]
+    assert schedule.warmup(16) == 2, "to whole steps: 2.5 is even-rounded"
+
+
 def test_wsd_is_flat_until_it_decays() -> None:
     schedule = ScheduleRecipe(kind="wsd", warmup_steps=2, decay_steps=4, final=0.2)
     shares = [schedule.share(step, 10) for step in range(10)]
@@ -49,6 +58,13 @@ def test_no_warm_up_starts_at_the_peak_of_a_flat_course() -> None:
         (lambda: ScheduleRecipe(decay_steps=5), 'decay_steps: expected None with kind="cosine"'),
         (lambda: ScheduleRecipe(final=2.0), r"final: expected in \[0, 1\]"),
         (lambda: ScheduleRecipe(warmup_steps=-1), "warmup_steps: expected at least 0"),
+        (lambda: ScheduleRecipe(start=-0.1), r"start: expected in \[0, 1\]"),
+        (
+            lambda: ScheduleRecipe(warmup_steps=1, warmup_tokens=1),
+            "warmup_tokens: expected None with warmup_steps = 1",
+        ),
+        (lambda: DataRecipe(context_length=2, workers=-1), "workers: expected at least 0"),
+        (lambda: LogRecipe(peak_flops=0.0), "peak_flops: expected at least 1"),
         (lambda: CheckpointRecipe(keep=0), "keep: expected at least 1"),
         (lambda: LogRecipe(every=0), "every: expected at least 1"),
         (lambda: DataRecipe(context_length=1), "context_length: expected at least 2"),
@@ -70,6 +86,7 @@ def test_bad_parts_are_refused(make, message: str) -> None:
         ({"micro_batch_tokens": 48}, "micro_batch_tokens: expected a divisor of batch_tokens"),
         ({"micro_batch_tokens": 16}, "data.context_length: expected at most the 16 tokens"),
         ({"schedule": ScheduleRecipe(warmup_steps=7)}, "schedule: expected warm-up and decay"),
+        ({"schedule": ScheduleRecipe(warmup_tokens=900)}, "within steps = 6, got 7"),
         ({"seed": -1}, "seed: expected at least 0"),
     ],
 )
@@ -97,6 +114,8 @@ def test_the_course_leaves_out_what_changes_no_number(make_recipe) -> None:
     data = DataRecipe(context_length=24, corpus=Path("moved"), build=CorpusRecipe())
     assert one.course() == make_recipe(name="b", data=data).course()
     assert one.course() == make_recipe(micro_batch_tokens=128).course()
+    assert one.course() == make_recipe(activation_checkpointing=True, compile="inductor").course()
+    assert one.course() != make_recipe(initialisation="meta").course()
     for fields in ({"steps": 7}, {"seed": 1}, {"optimizer": OptimizerRecipe(clip=2.0)}):
         assert one.course() != make_recipe(**fields).course()
     assert json.loads(json.dumps(one.to_dict()))["data"]["corpus"] == str(one.data.corpus)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from path_attention.training.corpus import TokenCorpus
-from path_attention.training.rows import IGNORED, PackedRows
+from path_attention.training.rows import IGNORED, PackedRows, RowsAhead
 
 
 def corpus_of(lengths: list[int]) -> SimpleNamespace:
@@ -99,3 +99,20 @@ def test_bad_input_is_refused() -> None:
         PackedRows(corpus, "train", context_length=8, row_tokens=1, seed=0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="expected documents in split 'heldout', got none"):
         PackedRows(corpus, "heldout", context_length=8, row_tokens=8, seed=0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_rows_ahead_are_the_rows(corpus: TokenCorpus, workers: int) -> None:
+    """Over the end of an epoch, whose order the threads share; asked for in another order too."""
+    options = {"context_length": 24, "row_tokens": 64, "seed": 0}
+    rows, ahead = (PackedRows(corpus, "train", **options) for _ in range(2))
+    last = rows.epoch_tokens // 64
+    source = RowsAhead(ahead, workers)
+    for first in (0, last - 2, last, 1):
+        found = source.get([first, first + 1], [first + 2, first + 3])
+        for number, row in zip((first, first + 1), found, strict=True):
+            exact = rows.row(number)
+            assert row.documents == exact.documents
+            assert torch.equal(row.input_ids, exact.input_ids)
+            assert torch.equal(row.labels, exact.labels)
+    source.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from small_run import checked_recipe, scaled_recipe, small_recipe
 
 from path_attention.training.log import read_log
 from path_attention.training.loop import train
@@ -29,9 +31,28 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def runs(corpus, tmp_path_factory) -> tuple[Path, str]:
+def singles(corpus, tmp_path_factory) -> Path:
+    """The same runs by one process."""
+    out = tmp_path_factory.mktemp("singles")
+    train(dataclasses.replace(small_recipe(corpus.path), micro_batch_tokens=32), out / "whole")
+    train(scaled_recipe(corpus.path), out / "scaled")
+    train(dataclasses.replace(scaled_recipe(corpus.path), precision="bfloat16"), out / "half")
+    train(checked_recipe(corpus.path), out / "skipped")
+    return out
+
+
+@pytest.fixture(scope="module")
+def single(singles: Path) -> Path:
+    return singles / "whole"
+
+
+@pytest.fixture(scope="module")
+def runs(corpus, singles: Path, tmp_path_factory) -> tuple[Path, str]:
     """The folder of all runs, and what torchrun said."""
     out = tmp_path_factory.mktemp("runs")
+    shutil.copytree(singles / "scaled", out / "from-one")
+    shutil.rmtree(out / "from-one" / "checkpoints" / "step-00000006")
+    shutil.rmtree(out / "from-one" / "model")
     script = Path(__file__).with_name("two_processes.py")
     result = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
@@ -43,17 +64,6 @@ def runs(corpus, tmp_path_factory) -> tuple[Path, str]:
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
     return out, result.stderr
-
-
-@pytest.fixture(scope="module")
-def single(corpus, tmp_path_factory) -> Path:
-    import dataclasses
-
-    from small_run import small_recipe
-
-    out = tmp_path_factory.mktemp("single")
-    train(dataclasses.replace(small_recipe(corpus.path), micro_batch_tokens=32), out)
-    return out
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
@@ -94,3 +104,44 @@ def test_one_process_goes_on_from_two(runs, single: Path, make_recipe, tmp_path:
     (out / "card.json").unlink()
     train(make_recipe(micro_batch_tokens=32), out, resume="must")
     assert losses(out) == pytest.approx(losses(single), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["scaled-ddp", "scaled-fsdp", "from-one"])
+def test_meta_starts_checkpointing_and_asynchronous_saving(runs, singles: Path, name: str) -> None:
+    """Two processes, or one and then two, with everything switched on."""
+    out, alone = runs[0] / name, singles / "scaled"
+    assert losses(out) == pytest.approx(losses(alone), abs=1e-5)
+    theirs, ours = weights(out), weights(alone)
+    for key in ours:
+        torch.testing.assert_close(theirs[key], ours[key], atol=1e-4, rtol=1e-3)
+    steps = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert steps == ["step-00000003", "step-00000006"]
+    resumed = {"step": 3, "event": "resumed"} in read_log(out / "log.jsonl")
+    assert resumed == (name == "from-one")
+
+
+def test_one_process_goes_on_from_an_asynchronous_checkpoint_of_two(
+    runs, singles: Path, corpus, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(runs[0] / "scaled-fsdp", out)
+    shutil.rmtree(out / "checkpoints" / "step-00000006")
+    (out / "card.json").unlink()
+    train(scaled_recipe(corpus.path), out, resume="must")
+    assert losses(out) == pytest.approx(losses(singles / "scaled"), abs=1e-5)
+
+
+def test_sixteen_bits_spread_as_alone(runs, singles: Path) -> None:
+    """What travels in bfloat16 is what autocast would round: the rest is the order of sums."""
+    half, alone = losses(runs[0] / "half-fsdp"), losses(singles / "half")
+    assert half == pytest.approx(alone, rel=2e-3) and half != losses(singles / "scaled")
+
+
+def test_bad_steps_are_skipped_on_all_processes(runs, singles: Path) -> None:
+    def events(out: Path) -> list[dict]:
+        return [line for line in read_log(out / "log.jsonl") if "event" in line]
+
+    two, one = events(runs[0] / "skipped"), events(singles / "skipped")
+    assert one and [line["step"] for line in two] == [line["step"] for line in one]
+    assert [line["documents"] for line in two] == [line["documents"] for line in one]
+    assert losses(runs[0] / "skipped") == pytest.approx(losses(singles / "skipped"), abs=1e-4)

@@ -1,0 +1,101 @@
+"""A recipe's model, made, started and spread over the processes of a run."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from path_attention.models import PathAttentionConfig, PathAttentionForCausalLM
+from path_attention.training.flops import ModelFlops
+from path_attention.training.processes import Processes, spread
+from path_attention.training.recipe import Recipe
+
+
+def build_model(
+    recipe: Recipe, config: PathAttentionConfig, dtype: torch.dtype, processes: Processes
+) -> tuple[nn.Module, ModelFlops, int]:
+    """The model ready to train, what it computes, and the number of its parameters.
+
+    Args:
+        recipe: of the run.
+        config: of the model.
+        dtype: of its matrix products.
+        processes: of the run.
+    """
+    meta = recipe.initialisation == "meta"
+    torch.manual_seed(recipe.seed)
+    with torch.device("meta" if meta else "cpu"):
+        model = cast(nn.Module, PathAttentionForCausalLM(config))
+    parameters = sum(p.numel() for p in model.parameters())
+    flops = ModelFlops(model, attention_size(config))
+    if recipe.fused:
+        from path_attention.training.fused import use_fused_kernels
+
+        use_fused_kernels(model, processes.device)
+    if recipe.activation_checkpointing:
+        old = cast(Any, model).gradient_checkpointing_enable  # its name until transformers 5.24
+        getattr(model, "activation_checkpointing_enable", old)({"use_reentrant": False})
+    if recipe.compile is not None:
+        for block in cast(Any, model).model.layers:
+            block.compile(backend=recipe.compile)
+    if not meta:
+        model = model.to(processes.device)
+    elif recipe.parallel != "fsdp" or processes.count == 1:
+        initialise(model.to_empty(device=processes.device), config, recipe.seed)
+    compiled = recipe.compile is not None
+    model = spread(model, recipe.parallel, processes, dtype, compiled=compiled)
+    if any(p.is_meta for p in model.parameters()):
+        initialise(model.to_empty(device=processes.device), config, recipe.seed)
+    return model, flops, parameters
+
+
+def attention_size(config: PathAttentionConfig) -> int:
+    """layers · HQ · (D + DV), for `ModelFlops`."""
+    sizes = cast(int, config.head_dim) + cast(int, config.value_head_dim)
+    return config.num_hidden_layers * config.num_attention_heads * sizes
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, config: PathAttentionConfig, seed: int) -> None:
+    """Start a model whose parameters are there and hold nothing yet, spread (DTensors) or not.
+
+    Each module's own parameters are drawn whole on this process's device, by (seed, the module's
+    name), then cut: the same model under any number of processes, and no more memory than one
+    module's on top.
+    """
+    cast(Any, model).tie_weights()
+    device = next(model.parameters()).device
+    with torch.device("meta"):
+        twin = cast(Any, PathAttentionForCausalLM(config))
+    seen: set[int] = set()
+    todo = []
+    for name, module in twin.named_modules():
+        own = [p for p in module.parameters(recurse=False) if id(p) not in seen]
+        seen.update(map(id, own))
+        if own:
+            todo.append((name, module))
+    for name, module in todo:
+        module.to_empty(device=device, recurse=False)
+        torch.manual_seed(_mixed(seed, name))
+        twin._init_weights(module)
+        for key, drawn in module.named_parameters(recurse=False):
+            _copy(model.get_submodule(name).get_parameter(key), drawn)
+        module.to(device="meta")
+
+
+def _copy(parameter: nn.Parameter, drawn: torch.Tensor) -> None:
+    if isinstance(parameter, DTensor):
+        mesh, placements = parameter.device_mesh, parameter.placements
+        part = distribute_tensor(drawn, mesh, placements, src_data_rank=None)
+        parameter.to_local().copy_(part.to_local())
+    else:
+        parameter.copy_(drawn)
+
+
+def _mixed(seed: int, name: str) -> int:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
