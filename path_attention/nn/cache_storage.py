@@ -100,8 +100,8 @@ class Group:
         return x if self.rows is None else x.index_select(0, self.rows)
 
     def select(self, rows: Tensor, copy: bool) -> Group:
-        """Rows of it, by reference, or as a copy that can be appended to."""
-        if copy and self.has_room(0):
+        """Rows of it, by reference, or as a copy to append to if nobody else reads it."""
+        if copy and self.has_room(0) and self.storage.frozen == 0:
             storage = Storage()
             for name, x in self.storage.tokens.items():
                 write(storage.tokens, name, 0, x[:, : self.count].index_select(0, rows))

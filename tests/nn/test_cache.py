@@ -333,6 +333,8 @@ def test_neither_side_of_a_fork_sees_the_other(kind: str) -> None:
         for x, y, z in zip(start.all(), a.all(), b.all(), strict=True)
     )).exact()  # fmt: skip
     torch.testing.assert_close(again, whole[:, 704:], **EXACT)
+    one.crop(512)  # behind what the forks read, which is not written over
+    go(one, b)
     for x, y in zip(values_of(third), before, strict=True):
         assert torch.equal(x, y)
     assert third.seen == 700
@@ -361,7 +363,17 @@ def test_a_plain_fork_copies_nothing() -> None:
     tokens, one = Tokens.random(1, 4000, transport=False, decay=False), LayerCache()
     chunk = chunk_of(one, tokens)
     one.extend_plain(tokens.q, tokens.k, tokens.v, scale=1.0, chunk=chunk)
-    assert memory([one, one.fork()]) == memory([one])
+    other = one.fork()
+    assert memory([one, other]) == memory([one])
+    for cache in (one, other):
+        cache.select(torch.zeros(8, dtype=torch.int64))
+        assert len(cache.lengths) == 8
+    assert memory([one, other]) < 1.01 * memory([one])
+    part = tokens.columns(0, 3).map(lambda x: x.expand(8, -1, -1, -1))
+    out = one.extend_plain(part.q, part.k, part.v, scale=8**-0.5, chunk=chunk_of(one, part))
+    whole = [torch.cat([x, x[:, :3]], 1) for x in (tokens.q, tokens.k, tokens.v)]
+    exact = path_attention(*whole, scale=8**-0.5)[:, -3:]
+    torch.testing.assert_close(out, exact.expand(8, -1, -1, -1), **EXACT)
 
 
 # --- Nothing to move -----------------------------------------------------------------------------

@@ -91,14 +91,21 @@ class Walk(RuleBasedStateMachine):
         assert kept.cache.seen == kept.x.shape[1]
         assert kept.cache.lengths.tolist() == kept.valid.sum(1).tolist()
 
-    @rule(kept=caches, share=st.floats(0, 1), near=st.booleans())
-    def crop(self, kept: Kept, share: float, near: bool) -> None:
-        """To any length asked for, or to the nearest that is possible, as the error says."""
-        seen = kept.cache.seen
-        length = max(0, seen - int(share * 64)) if near else int(share * seen)
-        below, above = kept.cache.nearest_crops(length)
+    @rule(kept=caches, drop=st.integers(1, 64))
+    def drop(self, kept: Kept, drop: int) -> None:
+        """The last columns, of which none was ever sealed while they were the last."""
+        length = max(0, kept.cache.seen - drop)
         if length >= kept.longest - 64:
-            assert below == above == length
+            assert kept.cache.nearest_crops(length) == (length, length)
+        self.crop(kept, length)
+
+    @rule(kept=caches, share=st.floats(0, 1))
+    def crop_anywhere(self, kept: Kept, share: float) -> None:
+        self.crop(kept, int(share * kept.cache.seen))
+
+    def crop(self, kept: Kept, length: int) -> None:
+        """To the length asked for, or to the nearest that is possible, as the error says."""
+        below, above = kept.cache.nearest_crops(length)
         if length not in (below, above):
             with pytest.raises(ValueError, match=f"length: expected {below} or {above}"):
                 kept.cache.crop(length)
@@ -106,10 +113,15 @@ class Walk(RuleBasedStateMachine):
         kept.cache.crop(length)
         cut = kept.columns(lambda y: y[:, :length])
         kept.x, kept.ids, kept.valid = cut.x, cut.ids, cut.valid
+        self.extend(kept, 2, pad=False)
 
-    @rule(target=caches, kept=caches)
-    def fork(self, kept: Kept):
-        return replace(kept, cache=kept.cache.fork())
+    @rule(target=caches, kept=caches, first=st.booleans())
+    def fork(self, kept: Kept, first: bool):
+        other = replace(kept, cache=kept.cache.fork())
+        for one in (kept, other) if first else (other, kept):
+            self.extend(one, 70, pad=False)
+            self.crop(one, one.cache.seen - 40)
+        return other
 
     @rule(kept=caches, order=st.lists(st.integers(0, 10), min_size=1, max_size=3))
     def reorder(self, kept: Kept, order: list[int]) -> None:
