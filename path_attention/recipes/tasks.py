@@ -178,8 +178,8 @@ def ablations() -> Grid:
         grid += product([with_options(base, change) for change in changes], seed=SEEDS)
         exact = [base, with_options(base, {"beta_max": _BELOW_TWO})]
         grid += product(exact, precision=("float32",), seed=SEEDS)
-    elements = [r for r in a5_forms() if r.encoding == "path" and r.width == 512 and r.layers < 3]
-    return grid + [with_options(r, {"householders_per_token": 2}) for r in elements]
+    a5 = [r for r in a5_forms() if r.encoding == "path" and r.layers < 3]
+    return grid + product(a5, householders_per_token=(2,))
 
 
 def rest() -> Grid:

@@ -265,6 +265,8 @@ class Engine:
             shown.append(f"loss {min(known):.2g} to {max(known):.2g}")
         for name in (test.name for test in self.task.checks()):
             share = [row[f"{name}.errors"] / max(row[f"{name}.counted"], 1) for row in rows]
+            if self.task.hardest_only:
+                share = [row[f"{name}.hardest"] for row in rows]
             shown.append(f"{name} errors {min(share):.2%} to {max(share):.2%}")
         return f"{self.recipe.task.name} {self.recipe.encoding}: " + ", ".join(shown)
 

@@ -11,8 +11,7 @@ from path_attention.tasks.replicas import Replicas
 from path_attention.tasks.task import Task, TestSet, held_out_generator
 
 _DRAWN_AT_ONCE = 256  # sequences; fixed, since a GPU's random numbers hang on how many are drawn
-_TOKENS_AT_ONCE = {"cpu": 2**16}  # of one forward pass; on a GPU …
-_TOKENS_ON_GPU = 2**20
+_TOKENS_AT_ONCE = {"cpu": 2**16, "cuda": 2**20}  # of one forward pass
 
 
 class Counts(NamedTuple):
@@ -60,7 +59,7 @@ def _measure_one(replicas: Replicas, test: TestSet, dtype: torch.dtype | None) -
     task: Task = test.task
     device, R, levels = replicas.flat.device, replicas.count, task.levels
     generator = held_out_generator(test.seed, device)
-    at_once = _TOKENS_AT_ONCE.get(device.type, _TOKENS_ON_GPU)
+    at_once = _TOKENS_AT_ONCE.get(device.type, 2**16)
     rows = max(1, at_once // (R * task.length))
     totals = torch.zeros(2, R, len(levels), dtype=torch.int64, device=device)
     for start in range(0, test.sequences, _DRAWN_AT_ONCE):
