@@ -1,0 +1,59 @@
+"""docs/how-to-train.md: its code runs, and its commands name options that there are."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from path_attention.cli import main
+from path_attention.recipes import RECIPES, find_recipe
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "how-to-train.md").read_text(encoding="utf-8")
+CODE = re.findall(r"```python\n(.*?)```", TEXT, flags=re.S)
+
+
+def test_the_recipe_of_ones_own_is_one(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(CODE[0])
+    recipe = find_recipe(f"{file}:small")()
+    assert recipe.steps * recipe.batch_tokens == pytest.approx(500_000_000, rel=1e-3)
+
+
+def test_the_long_sequence_runs_on_two_processes(tmp_path: Path) -> None:
+    file = tmp_path / "long.py"
+    file.write_text(CODE[1])
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         str(file)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in range(2):
+        assert f"process {rank}: (1, 2048, 4, 64), (1, 2048)" in done.stdout
+
+
+def options_of(words: list[str], capsys) -> str:
+    with pytest.raises(SystemExit):
+        main([*words, "--help"])
+    return re.sub(r"[│\s]+", " ", capsys.readouterr().out)
+
+
+def test_commands_name_options_that_there_are(capsys) -> None:
+    known = options_of(["train", "pretrain_125m_path"], capsys)
+    known += options_of(["corpus", "build"], capsys)
+    launcher = {"--standalone", "--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint"}
+    slurm = {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--time"}
+    slurm |= {"--signal", "--requeue", "--open-mode", "--rdzv-id"}
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", TEXT)) - launcher - slurm - {"--help"}
+    assert named and {name for name in named if name not in known} == set()
+    recipes = set(re.findall(r"pretrain_\d+m_\w+|demo_\w+", TEXT))
+    assert recipes and recipes <= set(RECIPES)
