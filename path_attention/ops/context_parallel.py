@@ -95,8 +95,9 @@ def _attend_runs(
         options |= {"scale": scale, "implementation": implementation}
         return path_attention(*x, return_lse=True, **options)  # type: ignore[arg-type]
 
-    if split.packing is not None:
-        return attend(*inputs, cu_seqlens=split.packing.to(inputs[0].device))
+    packing = split.packing(inputs[0].device)
+    if packing is not None:
+        return attend(*inputs, cu_seqlens=packing)
     sizes = [split.length(run) for run in split.runs]
     if sizes[0] == sizes[1]:  # as one batch of twice as many sequences
         B = len(inputs[0])

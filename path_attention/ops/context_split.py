@@ -148,12 +148,10 @@ class ContextSplit:
             first -= 1
         return list(range(run - 1, first - 1, -1))
 
-    @cached_property
-    def packing(self) -> Packing | None:
+    def packing(self, device: torch.device | str = "cpu") -> Packing | None:
         """The borders of this process's pieces; None where the sequence has no documents."""
-        if not self.packed:
-            return None
-        return Packing.from_lengths([p.tokens for run in self.runs for p in self.pieces[run]])
+        lengths = [p.tokens for run in self.runs for p in self.pieces[run]]
+        return self._packing("pieces", lengths, device)
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
         """This process's tokens of a whole sequence's `x`."""
@@ -229,22 +227,33 @@ class ContextSplit:
             extended += [_pad_front(halo, count), part]
         return torch.cat(extended, 1)
 
-    def extended_packing(self, count: int) -> Packing | None:
+    def extended_packing(self, count: int, device: torch.device | str = "cpu") -> Packing | None:
         """The borders of `extend`'s result; None where the sequence has no documents."""
-        if not self.packed:
-            return None
         lengths = []
         for run in self.runs:
             start, stop = self.borders[run] - count, self.borders[run + 1]
             lengths += [max(-start, 0)]
             lengths += [piece.tokens for piece in _pieces(self.documents, start, stop)]
-        return Packing.from_lengths(lengths)
+        return self._packing(f"extended by {count}", lengths, device)
 
     def drop(self, x: Tensor, count: int) -> Tensor:
         """x `[B, tokens + 2 · count, …]` without the halos that `extend` put there."""
         sizes = [size for run in self.runs for size in (count, self.length(run))]
         self._check("x", x.shape[1], sum(sizes))
         return torch.cat(x.split(sizes, 1)[1::2], 1)
+
+    @cached_property
+    def _packings(self) -> dict[tuple[str, str], Packing]:
+        return {}
+
+    def _packing(self, name: str, lengths: list[int], device: torch.device | str) -> Packing | None:
+        """Made once for all layers: a copy to the device waits for it."""
+        if not self.packed:
+            return None
+        key = name, str(device)
+        if key not in self._packings:
+            self._packings[key] = Packing.from_lengths(lengths, device)
+        return self._packings[key]
 
     def _check(self, name: str, tokens: int, expected: int) -> None:
         if tokens != expected:

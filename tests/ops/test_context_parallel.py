@@ -36,12 +36,21 @@ def test_several_processes_equal_one(processes: int) -> None:
 
 @pytest.mark.parametrize("lengths", [None, [90, 40]])
 def test_one_process_is_the_definition(lengths, poisoned_memory) -> None:
+    """Outputs and gradients, of inputs and with gradients that lie in memory in another order."""
     inputs = make_inputs(130, heads=(4, 2), size=(8, 6))
+    leaves = [x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in inputs]
     packing = None if lengths is None else Packing.from_lengths(lengths)
     split = ContextSplit.of(130, None, packing)
-    out, lse = context_parallel_attention(*inputs, split=split, return_lse=True)
-    exact = definition(*inputs, 8**-0.5, packing)
-    torch.testing.assert_close((out, lse), exact, rtol=1e-10, atol=1e-10)
+    found = context_parallel_attention(*leaves, split=split, return_lse=True)
+    exact = definition(*leaves, 8**-0.5, packing)
+    torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-10)
+    above = [torch.randn_like(x).mT.contiguous().mT for x in exact]
+    torch.testing.assert_close(
+        torch.autograd.grad(found, leaves, above),
+        torch.autograd.grad(exact, leaves, above),
+        rtol=1e-10,
+        atol=1e-10,
+    )
 
 
 @pytest.mark.parametrize(("T", "factors"), [(1, None), (64, 2), (150, None), (300, None)])
