@@ -56,9 +56,9 @@ def chunk_transport(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tens
         q_start_i = H_1 ⋯ H_i q_i,   k_end_jᵀ = k_jᵀ H_{j+1} ⋯ H_T,   transition = H_1 ⋯ H_T
 
     Args:
-        q: `[B, T, HQ, D]`, HQ may be 0; k: `[B, T, H, D]`; w: `[B, T, H, D]` or `[B, T, H, n, D]` of n factors a
-            token, H_t = H_{t,1} ⋯ H_{t,n}; beta: `[B, T, H]` or `[B, T, H, n]`; any T ≥ 1. No
-            gradients.
+        q: `[B, T, HQ, D]`, HQ may be 0; k: `[B, T, H, D]`; w: `[B, T, H, D]` or `[B, T, H, n, D]`
+            of n factors a token, H_t = H_{t,1} ⋯ H_{t,n}; beta: `[B, T, H]` or `[B, T, H, n]`; any
+            T ≥ 1. No gradients.
 
     Returns:
         q_start `[B, T, HQ, D]`, k_end `[B, T, H, D]`, transition `[B, H, D, D]`, in float32
