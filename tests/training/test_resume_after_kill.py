@@ -134,3 +134,36 @@ def test_a_full_disk_keeps_the_checkpoints_before(recipe_file: str, tmp_path: Pa
     last = result.stderr.strip().splitlines()[-1]
     assert re.match(r"error: the checkpoint of step \d+ can't be written", last), result.stderr
     assert sorted((tmp_path / "checkpoints").glob("*/*")) == before
+
+
+def test_kill_one_of_two_processes_and_resume(recipe_file: str, tmp_path: Path) -> None:
+    """kill −9 in the middle of a spread run: the same command gives the straight run's numbers."""
+
+    def launch(out: Path) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", "2", "-m", "path_attention.cli", "train", recipe_file]
+        command += ["--parallel", "fsdp", "--micro-batch-tokens", "64", "--steps", "24"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(
+            [*command, "--checkpoint.asynchronous", "--out", str(out)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    straight, out = tmp_path / "straight", tmp_path / "killed"
+    process = launch(straight)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    process = launch(out)
+    wait_for_step(process, out, 9)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    process.communicate(timeout=120)
+    assert process.returncode != 0 and 9 <= steps_done(out) < 24
+    process = launch(out)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    events = [line for line in read_log(out / "log.jsonl") if "event" in line]
+    assert len(events) == 1 and events[0]["step"] >= 4 and events[0]["step"] % 4 == 0
+    assert_same_run(straight, out)
