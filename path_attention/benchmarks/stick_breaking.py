@@ -154,7 +154,8 @@ def _plain(x: list[Tensor]) -> Job:
 
     def call() -> Tensor:
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
-            out = F.scaled_dot_product_attention(*(y.transpose(1, 2) for y in x), is_causal=True)
+            q, k, v = (y.transpose(1, 2) for y in x)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return out.transpose(1, 2)
 
     return Job(call, x, _ours(x).grad_out)
