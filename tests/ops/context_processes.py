@@ -149,8 +149,8 @@ def check_sixteen_bits() -> None:
             else:
                 dist.all_reduce(got)
             worst = (got - expected).abs().max() / expected.abs().max()
-            # a few roundings of 2⁻⁹ each: of q̃, k̃, p and o, one place further in the gradients
-            assert worst <= 8 * 2**-9, f"{key}: off by {worst / 2**-9:.1f} roundings"
+            # a few roundings of 2⁻⁸ each: of q̃, k̃, p and o
+            assert worst <= 4 * 2**-8, f"{key}: off by {worst / 2**-8:.1f} roundings"
 
 
 def check_splits() -> None:

@@ -15,6 +15,7 @@ from path_attention.ops.context_parallel import context_parallel_attention
 from path_attention.ops.context_split import ContextSplit
 from path_attention.ops.definition import definition
 from path_attention.ops.packing import Packing
+from path_attention.ops.path import path_attention
 from path_attention.ops.transport import run_transport
 
 
@@ -122,3 +123,40 @@ def test_autocast_and_a_second_call_change_nothing() -> None:
         two = context_parallel_attention(*inputs, split=split)
     assert isinstance(one, torch.Tensor) and one.dtype == torch.bfloat16
     assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("dtype", "rounding"),
+    [(torch.bfloat16, 2**-8), (torch.float16, 2**-11), (torch.float32, 2**-24)],
+)
+@pytest.mark.parametrize(("transport", "gate"), [(True, True), (True, False), (False, True)])
+def test_one_process_in_every_dtype(device, dtype, rounding, transport, gate) -> None:
+    """Two runs of one process: flash attention between them in 16 bits on CUDA.
+
+    Operands are rounded when moved, scores' shares and outputs once more, so errors are some
+    roundings (half a unit in the last place) of the largest element: 4 in 16 bits. float32 adds up
+    600 terms: 600 roundings at most.
+    """
+    inputs = make_inputs(600, heads=(4, 2), size=(64, 64), transport=transport, gate=gate)
+    sixteen = {n: getattr(inputs, n).to(dtype) for n in "qkv"}
+    others = [n for n in ("w", "beta", "log_forget") if getattr(inputs, n) is not None]
+    inputs = inputs._replace(**sixteen, **{n: getattr(inputs, n).float() for n in others})
+    packing = Packing.from_lengths([20, 500, 80], device)
+    split = ContextSplit.of(600, None, packing)
+    results = []
+    for exact in (False, True):
+        given = inputs.to(torch.float64) if exact else inputs.to(device)
+        leaves = [None if x is None else x.detach().requires_grad_() for x in given]
+        if exact:
+            out = path_attention(*leaves, cu_seqlens=packing.to("cpu"))
+        else:
+            out = context_parallel_attention(*leaves, split=split)
+        above = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+        present = [x for x in leaves if x is not None]
+        grads = torch.autograd.grad(out, present, above)
+        results.append([x.double().cpu() for x in (out.detach(), *grads)])
+    allowed = (600 if dtype == torch.float32 else 4) * rounding
+    for name, found, expected in zip(["out", *"qkv", *others], *results, strict=True):
+        worst = (found - expected).abs().max() / expected.abs().max()
+        assert worst <= allowed, f"{name}: off by {worst / rounding:.1f} roundings"
