@@ -16,7 +16,6 @@ from torch.nn.attention.bias import causal_lower_right
 from path_attention.nn.cache_storage import Buffers, sums_behind
 from path_attention.nn.cache_units import SealedUnits
 from path_attention.nn.encoding import Chunk
-from path_attention.ops.blockwise import chunk_transport
 from path_attention.ops.decode import (
     KeyGroup,
     Past,
@@ -26,6 +25,7 @@ from path_attention.ops.decode import (
 )
 from path_attention.ops.linear import linear_attention
 from path_attention.ops.path import path_attention
+from path_attention.ops.transport import chunk_transport
 
 
 class LayerCache(SealedUnits):

@@ -20,8 +20,8 @@ from path_attention.nn.cache_storage import (
     sums_behind,
 )
 from path_attention.nn.encoding import Chunk
-from path_attention.ops.blockwise import chunk_transport
 from path_attention.ops.linear import linear_attention
+from path_attention.ops.transport import chunk_transport
 
 KEPT = 64  # the last tokens that stay as they came, however full the tail is
 GROUP = 16  # units of a group

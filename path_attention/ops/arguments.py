@@ -8,6 +8,7 @@ from torch import Tensor
 from path_attention.ops.packing import Packing
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+LOWEST_LOG_FORGET = -1e30  # as good as −∞ to a softmax, and its sums stay finite
 _AUTOCAST = FLOATS[:3]
 
 

@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from path_attention.ops import dense, ut_transform
+from path_attention.ops.arguments import LOWEST_LOG_FORGET
 from path_attention.ops.gradients import register_gradients
 from path_attention.ops.packing import Packing
 from path_attention.ops.sequences import Group, Heads, gather, make_groups, scatter, to_heads
 
 BLOCK = 64
-_LOWEST_LOG_FORGET = -1e30  # as good as −∞ to a softmax, and its sums stay finite
 
 
 def blockwise(
@@ -42,45 +42,12 @@ def blockwise(
     """
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if log_forget is not None:
-        log_forget = log_forget.to(dtype).clamp(min=_LOWEST_LOG_FORGET)
+        log_forget = log_forget.to(dtype).clamp(min=LOWEST_LOG_FORGET)
     if w is not None and beta is not None and w.dim() == 5:
         w, beta = w.flatten(2, 3), beta.flatten(2, 3)
     tensors = (None if x is None else x.to(dtype) for x in (q, k, v, w, beta, log_forget))
     out, lse = _forward(*tensors, scale, None if packing is None else packing.cu_seqlens)
     return out.to(q.dtype), lse
-
-
-def chunk_transport(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Move a chunk's queries to its start and its keys to its end (docs/algorithm.md §3).
-
-        q_start_i = H_1 ⋯ H_i q_i,   k_end_jᵀ = k_jᵀ H_{j+1} ⋯ H_T,   transition = H_1 ⋯ H_T
-
-    Args:
-        q: `[B, T, HQ, D]`, HQ may be 0; k: `[B, T, H, D]`; w: `[B, T, H, D]` or `[B, T, H, n, D]`
-            of n factors a token, H_t = H_{t,1} ⋯ H_{t,n}; beta: `[B, T, H]` or `[B, T, H, n]`; any
-            T ≥ 1. No gradients.
-
-    Returns:
-        q_start `[B, T, HQ, D]`, k_end `[B, T, H, D]`, transition `[B, H, D, D]`, in float32
-        (float64 for float64 inputs).
-    """
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    B, T, _, D = q.shape
-    group = make_groups(None, B, T, BLOCK)[0]
-    if w.dim() == 5:
-        w, beta = w.flatten(2, 3), beta.flatten(2, 3)
-    with torch.no_grad():
-        q, k, w, beta = (x.to(dtype) for x in (q, k, w, beta))
-        moved = _start(_solve(group, gather(group, q, k, k, w, beta, None)))
-        for level in _levels(group):
-            moved = _move(moved, level)
-        q_start, k_end = torch.empty_like(q), torch.empty_like(k)
-        if q.shape[2]:
-            scatter(group, q_start, moved.q)
-        scatter(group, k_end, moved.k)
-    if moved.transition is None:
-        raise ValueError("w, beta: expected tensors, got None")
-    return q_start, k_end, moved.transition.reshape(B, -1, D, D)
 
 
 # --- The two operators that autograd and torch.compile see ---------------------------------------

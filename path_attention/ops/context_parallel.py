@@ -11,21 +11,24 @@ results merge by log-sum-exp. In the backward pass their gradients travel along 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from path_attention.ops.arguments import cast_as_autocast_does, check_tensors, unit_directions
+from path_attention.ops.arguments import (
+    LOWEST_LOG_FORGET,
+    cast_as_autocast_does,
+    check_tensors,
+    unit_directions,
+)
+from path_attention.ops.context_ring import Block, Ring
 from path_attention.ops.context_split import ContextSplit, gather_runs, sum_runs
 from path_attention.ops.path import path_attention
 from path_attention.ops.rectangle import Rectangle
-from path_attention.ops.transport import run_transport
-
-_LOWEST_LOG_FORGET = -1e30  # as good as −∞ to a softmax, and its sums stay finite
+from path_attention.ops.transport import chunk_transport
 
 
 @torch.compiler.disable
@@ -130,7 +133,7 @@ def _borders(inputs: _Inputs, split: ContextSplit, scale: float) -> tuple[_Heads
     q, k, v, w, beta, log_forget = inputs
     dtype = torch.promote_types(q.dtype, torch.float32)
     if log_forget is not None:
-        log_forget = log_forget.to(dtype).clamp(min=_LOWEST_LOG_FORGET)
+        log_forget = log_forget.to(dtype).clamp(min=LOWEST_LOG_FORGET)
     B, H, D = k.shape[0], k.shape[2], k.shape[3]
     found: dict[str, list[Tensor]] = {
         name: [] for name in ("q", "from", "k", "v", "to", "transition", "total")
@@ -179,36 +182,19 @@ def _move(
     if w is None or beta is None:
         return q[:, head], k[:, tail], q
     if head == tail and head.stop > head.start:
-        return run_transport(q[:, head], k[:, tail], w[:, tail], beta[:, tail])
+        return chunk_transport(q[:, head], k[:, tail], w[:, tail], beta[:, tail])
     # Without tokens there is nothing to move, and the empty slice keeps the graph.
     q_start, k_end, transition = q[:, head], k[:, tail], q
     if head.stop > head.start:
-        q_start = run_transport(q[:, head], k[:, head], w[:, head], beta[:, head])[0]
+        q_start = chunk_transport(q[:, head], k[:, head], w[:, head], beta[:, head])[0]
     if tail.stop > tail.start:
-        _, k_end, transition = run_transport(q[:, tail, :0], k[:, tail], w[:, tail], beta[:, tail])
+        _, k_end, transition = chunk_transport(
+            q[:, tail, :0], k[:, tail], w[:, tail], beta[:, tail]
+        )
     return q_start, k_end, transition
 
 
 # --- Runs meet -----------------------------------------------------------------------------------
-
-
-class _Block(NamedTuple):
-    """What travels: the tails of one process's two runs."""
-
-    k: Tensor
-    v: Tensor
-    decay: Tensor | None
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> _Block:
-        decay = None if self.decay is None else change(self.decay)
-        return _Block(change(self.k), change(self.v), decay)
-
-    def add(self, other: _Block) -> None:
-        """In place."""
-        self.k.add_(other.k)
-        self.v.add_(other.v)
-        if self.decay is not None and other.decay is not None:
-            self.decay.add_(other.decay)
 
 
 class _Pair(NamedTuple):
@@ -234,7 +220,7 @@ class _Meet(torch.autograd.Function):
         merged, merged_lse = out.clone(), lse.clone()
         own, own_lse = _take_heads(split, out), _take_heads(split, lse)
         o, l = own.to(lse.dtype, copy=True), own_lse.clone()
-        ring = _Ring(split, _Block(tails.k, tails.v, tails.decay))
+        ring = Ring(split, Block(tails.k, tails.v, tails.decay))
         for owner, block in ring.rounds():
             for pair in _pairs(split, owner):
                 rectangle = routes.rectangle(pair, heads, block, H)
@@ -268,7 +254,7 @@ class _Meet(torch.autograd.Function):
         if grads.decay is not None:
             grads.decay.copy_(top_lse - own_grad_lse)  # all of a row's scores sum to top_lse
         routes = _Routes.of(split, tails)
-        ring = _Ring(split, _Block(tails.k, tails.v, tails.decay))
+        ring = Ring(split, Block(tails.k, tails.v, tails.decay))
         for owner, block in ring.rounds():
             travelling = block.map(lambda x: x.new_zeros(x.shape, dtype=lse.dtype))
             for pair in _pairs(split, owner):
@@ -381,7 +367,7 @@ class _Routes:
                     total = total + totals[other]
         return cls(split, transitions, totals, moves, between)
 
-    def rectangle(self, pair: _Pair, heads: _Heads, block: _Block, H: int) -> Rectangle:
+    def rectangle(self, pair: _Pair, heads: _Heads, block: Block, H: int) -> Rectangle:
         """The scores of a pair: queries moved on to the keys' place, in the keys' dtype."""
         q = heads.q[:, pair.rows]
         if pair.step and self.transitions is not None:
@@ -434,66 +420,3 @@ class _Routes:
                         all_totals[nearer] += grads.between[slot][step]
             d_total = sum_runs(all_totals, split)
         return d_transition, d_total
-
-
-# --- Round the ring ------------------------------------------------------------------------------
-
-
-class _Ring:
-    """Blocks travel from each process to the next; the next one is on its way during the work."""
-
-    def __init__(self, split: ContextSplit, own: _Block) -> None:
-        self.split = split
-        self.block = own.map(Tensor.contiguous)
-        self.passed = 0
-        self.waiting: tuple[_Block, list[Any]] | None = None
-
-    def rounds(self) -> Iterator[tuple[int, _Block]]:
-        """(whose, block) of each process, this one's first."""
-        count, rank = self.split.count, self.split.rank
-        for step in range(count):
-            owner = (rank - step) % count
-            on_its_way = None
-            if step < count - 1:
-                on_its_way = self._exchange(self.block, (owner - 1) % count)
-            yield owner, self.block
-            if on_its_way is not None:
-                self.block = _arrived(on_its_way)
-
-    def pass_on(self, grad: _Block) -> None:
-        """Add to this gradient of the block at hand what has arrived for it, and send it on."""
-        if self.waiting is not None:
-            grad.add(_arrived(self.waiting))
-        self.passed += 1
-        owner = (self.split.rank - self.passed) % self.split.count  # of what comes in exchange
-        alone = self.split.count == 1
-        self.waiting = (grad, []) if alone else self._exchange(grad, owner, len(grad))
-
-    def home(self) -> _Block:
-        """The gradient of this process's own block, after the last round."""
-        assert self.waiting is not None
-        return _arrived(self.waiting)
-
-    def _exchange(self, block: _Block, owner: int, first_tag: int = 0) -> tuple[_Block, list[Any]]:
-        """Send `block` to the next process; receive the previous one's, which is `owner`'s."""
-        split = self.split
-        group = split.group
-        assert group is not None
-        tokens = sum(map(split.tail, split.runs_of(owner)))
-        into = block.map(lambda x: x.new_empty(x.shape[0], tokens, *x.shape[2:]))
-        after = dist.get_global_rank(group, (split.rank + 1) % split.count)
-        before = dist.get_global_rank(group, (split.rank - 1) % split.count)
-        todo = []
-        for tag, (mine, theirs) in enumerate(zip(block, into, strict=True), first_tag):
-            if mine is not None and mine.numel():
-                todo.append(dist.P2POp(dist.isend, mine, after, group, tag))
-            if theirs is not None and theirs.numel():
-                todo.append(dist.P2POp(dist.irecv, theirs, before, group, tag))
-        return into, dist.batch_isend_irecv(todo) if todo else []
-
-
-def _arrived(exchange: tuple[_Block, list[Any]]) -> _Block:
-    block, works = exchange
-    for work in works:
-        work.wait()
-    return block

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from path_attention.ops import ut_transform
 from path_attention.ops.arguments import (
+    LOWEST_LOG_FORGET,
     cast_as_autocast_does,
     check_packing,
     check_tensors,
@@ -26,7 +27,6 @@ from path_attention.ops.packing import Packing
 from path_attention.ops.sequences import Group, Heads, gather, make_groups, scatter, to_heads
 
 BLOCK = 64
-_LOWEST_LOG_FORGET = -1e30  # as good as −∞, and its sums stay finite
 
 
 def linear_attention(
@@ -91,7 +91,7 @@ def linear_attention(
         if w is not None and beta is not None and w.dim() == 4:
             w, beta = w[:, :, :, None], beta[..., None]
         if log_forget is not None:
-            log_forget = log_forget.to(dtype).clamp(min=_LOWEST_LOG_FORGET)
+            log_forget = log_forget.to(dtype).clamp(min=LOWEST_LOG_FORGET)
         tensors = [None if x is None else x.to(dtype) for x in (q, k, v, w, beta, log_forget)]
         out, state = _IMPLEMENTATIONS[implementation](*tensors, scale, state, packing)
     return out.to(q.dtype), state.flatten(1, 2)

@@ -1,4 +1,4 @@
-"""A run of tokens as a unit, differentiably: queries to its start, keys to its end, its transition.
+"""A chunk of tokens as a unit: queries to its start, keys to its end, and its transition.
 
 docs/algorithm.md §3 and §4: the tree of `blockwise`, of which only the moves are wanted here.
 """
@@ -16,15 +16,15 @@ from path_attention.ops import ut_transform
 from path_attention.ops.sequences import Group, Heads, gather, make_groups, scatter, to_heads
 
 
-def run_transport(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As `blockwise.chunk_transport`, with gradients; docs/algorithm.md §3.
+def chunk_transport(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Move a chunk's queries to its start and its keys to its end (docs/algorithm.md §3).
 
         q_start_i = H_1 ⋯ H_i q_i,   k_end_jᵀ = k_jᵀ H_{j+1} ⋯ H_T,   transition = H_1 ⋯ H_T
 
     Args:
         q: `[B, T, HQ, D]`, T ≥ 1; HQ may be 0.
         k: `[B, T, H, D]`.
-        w: `[B, T, H, D]`, or `[B, T, H, n, D]` of n factors a token.
+        w: `[B, T, H, D]`, or `[B, T, H, n, D]` of n factors a token, H_t = H_{t,1} ⋯ H_{t,n}.
         beta: `[B, T, H]` or `[B, T, H, n]`.
 
     Returns:

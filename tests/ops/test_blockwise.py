@@ -20,7 +20,7 @@ from operator_cases import (
 )
 
 from path_attention import Packing, path_attention
-from path_attention.ops.blockwise import chunk_transport
+from path_attention.ops.transport import chunk_transport
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 KINDS = [(True, True), (True, False), (False, True), (False, False)]

@@ -16,7 +16,7 @@ from path_attention.ops.context_split import ContextSplit
 from path_attention.ops.definition import definition
 from path_attention.ops.packing import Packing
 from path_attention.ops.path import path_attention
-from path_attention.ops.transport import run_transport
+from path_attention.ops.transport import chunk_transport
 
 
 @pytest.mark.parametrize("processes", [2, 4])
@@ -59,7 +59,7 @@ def test_a_run_moves_as_the_definition_says(T: int, factors, poisoned_memory) ->
     """Values and gradients against one factor at a time."""
     inputs = make_inputs(T, B=2, heads=(4, 2), gate=False, factors=factors)
     tensors = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.w, inputs.beta)]
-    exact, found = literal_moves(*tensors), run_transport(*tensors)
+    exact, found = literal_moves(*tensors), chunk_transport(*tensors)
     above = [torch.randn_like(x) for x in exact]
     torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(
@@ -68,7 +68,7 @@ def test_a_run_moves_as_the_definition_says(T: int, factors, poisoned_memory) ->
         rtol=1e-9,
         atol=1e-10,
     )
-    no_queries = run_transport(tensors[0][:, :, :0], *tensors[1:])
+    no_queries = chunk_transport(tensors[0][:, :, :0], *tensors[1:])
     torch.testing.assert_close(no_queries[1:], exact[1:], rtol=1e-10, atol=1e-12)
     (gradient,) = torch.autograd.grad(no_queries[1:], tensors[2], above[1:])
     (expected,) = torch.autograd.grad(literal_moves(*tensors)[1:], tensors[2], above[1:])
