@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from path_attention.ops.gradients import register_gradients
 from path_attention.ops.packing import Packing
@@ -109,6 +110,14 @@ class _Softmax(NamedTuple):
     l: Tensor
 
 
+def _transition_tiles(c: Call, transitions: Tensor | None) -> TensorDescriptor:
+    """Whole transitions; where there is none, a stand-in that no kernel reads, not a padded k."""
+    DP = c.tiles.DP
+    if transitions is None:
+        transitions = c.empty(DP, DP, dtype=c.operand)
+    return stored(transitions, c.k, DP, DP)
+
+
 def _gates(c: Call, ranges: Tensor, lse: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Decays between each level's border and its queries (given lse: lse less them), its keys."""
     if c.decay is None or c.log_forget is None:
@@ -166,7 +175,7 @@ def _move(
             )  # fmt: skip
         keys = c.empty(H, max(1, grid.keys), 64, DP, dtype=c.operand)
         keys_fwd_kernel[(blocks, H)](
-            kt, g, wx, stored(transitions, c.k, DP, DP), keys, *c.tables, blocks, grid.nodes,
+            kt, g, wx, _transition_tiles(c, transitions), keys, *c.tables, blocks, grid.nodes,
             grid.keys, grid.levels, num_warps=t.walk_warps, **common,
         )  # fmt: skip
         queries = c.empty(HQ, max(1, grid.queries), 64, DP, dtype=c.operand)
@@ -175,7 +184,7 @@ def _move(
         acc, m, l = softmax or (ranges,) * 3
         queries_fwd_kernel[(blocks, HQ)](
             c.q, c.k, c.v, either(wx, c.q), either(c.decay, ranges), either(coefficients, c.q),
-            either(g, c.q), stored(transitions, c.k, DP, DP), either(keys, c.q),
+            either(g, c.q), _transition_tiles(c, transitions), either(keys, c.q),
             either(query_gates, ranges), either(key_gates, ranges), ranges, either(queries, c.q),
             acc, m, l, *c.tables, blocks,
             grid.nodes, grid.queries, grid.keys, grid.levels, c.decay_row,
@@ -397,7 +406,7 @@ def _meet_backward(c: Call, moved: _Moved, ranges: Tensor, top: _Top) -> _Partia
     counts = (blocks, grid.queries, grid.keys, grid.nodes, grid.levels)
     # Whatever T, |d𝒫| stays below 2¹³ times the number of query rows (score gradients, 2¹²).
     fixed_point = 2.0 ** (49 - (grid.count * 64 * c.G - 1).bit_length())
-    transitions = stored(moved.transitions, c.k, DP, DP)
+    transitions = _transition_tiles(c, moved.transitions)
     queries_bwd_kernel[(blocks, HQ)](
         stored(moved.queries, c.q, DP, 64), stored(moved.queries, c.q, DP, 64, _PART),
         stored(moved.keys, c.k, DP, t.backward_keys), public(c.v, DVP, t.backward_keys),
