@@ -8,19 +8,20 @@ from typing import Any
 import torch
 
 
-def register_gradients(forward: Any, backward: Any, name: str) -> None:
+def register_gradients(forward: Any, backward: Any, name: str, options: int = 0) -> None:
     """Make custom operator `forward` differentiable once, by custom operator `backward`.
 
-        forward(*inputs, scale, borders) → out, lse, *kept
+        forward(*inputs, scale, borders, *options) → out, lse, *kept
         backward(grad_out, grad_lse, *inputs, out, lse, *kept, scale, borders) → gradients of inputs
 
     The inputs are q, k, v and whatever tensors follow. `lse` is any second result of float32 a
-    query; `kept` is for the backward pass alone. A gradient of an input that is None is left out;
-    both gradients from above may be missing. A second derivative raises RuntimeError naming `name`.
+    query; `kept` is for the backward pass alone; there are so many `options`, no tensors. A
+    gradient of an input that is None is left out; both gradients from above may be missing. A
+    second derivative raises RuntimeError naming `name`.
     """
 
     def keep(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, scale, borders = inputs
+        *tensors, scale, borders = inputs[: len(inputs) - options]
         ctx.save_for_backward(*tensors, *output, borders)
         ctx.scale, ctx.count = scale, len(tensors)
         ctx.set_materialize_grads(False)
@@ -31,10 +32,11 @@ def register_gradients(forward: Any, backward: Any, name: str) -> None:
         inputs, out = saved[: ctx.count], saved[ctx.count]
         if grad_out is None:
             if grad_lse is None:
-                return (None,) * (ctx.count + 2)
+                return (None,) * (ctx.count + 2 + options)
             grad_out = torch.zeros_like(out)
         grads = backward(grad_out, grad_lse, *saved, ctx.scale, borders)
-        return (*(None if x is None else g for x, g in zip(inputs, grads, strict=True)), None, None)
+        given = (None if x is None else g for x, g in zip(inputs, grads, strict=True))
+        return *given, *(None,) * (2 + options)
 
     forward.register_autograd(differentiate, setup_context=keep)
     backward.register_autograd(_refusal(name))

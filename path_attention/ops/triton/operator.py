@@ -2,8 +2,8 @@
 
 docs/algorithm.md §3, §4. Forward: solve the blocks, build the tree of transitions, carry keys and
 queries up it, attend inside blocks, meet. Backward: recompute all but the meeting, then the same
-stages from last to first. Nothing is kept between them but inputs, output (and what rounding takes
-off it, for δ) and log-sum-exp.
+stages from last to first. Kept between them: inputs, output (and what rounding takes off it, for
+δ), log-sum-exp and, of calls that are not too large, the blocks' solution.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from path_attention.ops.gradients import register_gradients
 from path_attention.ops.packing import Packing
@@ -33,22 +32,24 @@ from path_attention.ops.triton.call import (
     vector,
 )
 from path_attention.ops.triton.forward import meet_fwd_kernel
-from path_attention.ops.triton.gates import decay_bwd_kernel, decay_fwd_kernel, gates_fwd_kernel
-from path_attention.ops.triton.local import (
-    local_bwd_kernel,
-    pair_local_bwd_kernel,
-    queries_fwd_kernel,
+from path_attention.ops.triton.gates import decay_bwd_kernel
+from path_attention.ops.triton.local import local_bwd_kernel, pair_local_bwd_kernel
+from path_attention.ops.triton.move import (
+    CHUNK,
+    Moved,
+    Softmax,
+    move,
+    place_blocks,
+    room_to_keep,
+    solve_blocks,
+    transition_tiles,
 )
 from path_attention.ops.triton.ranges import backward_ranges, forward_ranges
 from path_attention.ops.triton.tiles import MOST_REGISTERS
 from path_attention.ops.triton.transition import (
     block_bwd_kernel,
-    block_fwd_kernel,
-    keys_fwd_kernel,
     pair_bwd_kernel,
-    pair_fwd_kernel,
     tree_bwd_kernel,
-    tree_fwd_kernel,
 )
 
 # Heads are computed in parts, so that what a part needs stays bounded: of at most so many query
@@ -56,7 +57,9 @@ from path_attention.ops.triton.transition import (
 # while the host launches the next part.
 _ROWS_AT_ONCE = 2**19
 _WORK_AT_ONCE = 2**39
-_CHUNK = 1024  # tokens whose gates are summed at once
+# Of no more rows of keys is the blocks' solution kept for the backward pass (some 900 bytes a row
+# for heads of 64, 1,700 for 128): above, the peak of memory counts for more than the time.
+_ROWS_KEPT = 2**19
 _PART = 64  # columns of a transition's gradient that the main loops form at once
 
 
@@ -84,114 +87,15 @@ def triton_attention(
     lengths = None if packing is None else packing.host_lengths
     if scale < 0:  # the kernels take a maximum before they scale
         q, scale = -q, -scale
-    out, lse, _, _ = _forward(q, k, v, w, beta, log_forget, scale, lengths)
+    keep = _keeps(q, k, v, w, beta, log_forget)
+    out, lse, *_ = _forward(q, k, v, w, beta, log_forget, scale, lengths, keep)
     return out, lse
 
 
-class _Moved(NamedTuple):
-    """What the tree gives both passes; without transport, q and k as they came."""
-
-    inverse: Tensor | None  # [H, blocks, 64, 64]
-    coefficients: Tensor | None  # E, [H, blocks, 64, 64]
-    g: Tensor | None  # [H, blocks, 64, DP], a block's transition is I − gᵀ w
-    w: Tensor | None  # the same
-    transitions: Tensor | None  # [H, nodes, DP, DP]
-    keys: Tensor | None  # [H, keys, 64, DP]
-    queries: Tensor | None  # [HQ, queries, 64, DP]
-    key_gates: Tensor | None  # [HQ, keys, 64], decay from the key to its level's border
-    query_gates: Tensor | None  # [HQ, queries, 64], from the border to the query
-
-
-class _Softmax(NamedTuple):
-    """A softmax begun: unnormalised output, maximum (base 2) and sum."""
-
-    acc: Tensor  # [HQ, blocks, 64, DVP]
-    m: Tensor  # [HQ, blocks, 64]
-    l: Tensor
-
-
-def _transition_tiles(c: Call, transitions: Tensor | None) -> TensorDescriptor:
-    """Whole transitions; where there is none, a stand-in that no kernel reads, not a padded k."""
-    DP = c.tiles.DP
-    if transitions is None:
-        transitions = c.empty(DP, DP, dtype=c.operand)
-    return stored(transitions, c.k, DP, DP)
-
-
-def _gates(c: Call, ranges: Tensor, lse: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Decays between each level's border and its queries (given lse: lse less them), its keys."""
-    if c.decay is None or c.log_forget is None:
-        return None, None
-    grid, HQ = c.grid, c.H * c.G
-    decay_fwd_kernel[(len(grid.sequences), HQ)](
-        c.log_forget, c.decay, *c.tables, grid.levels, c.decay_row, *c.log_forget.stride(),
-        CHUNK=_CHUNK, num_warps=4,
-    )  # fmt: skip
-    query_gates = c.empty(HQ, max(1, grid.queries), 64)
-    key_gates = c.empty(HQ, max(1, grid.keys), 64)
-    gates_fwd_kernel[(grid.count, HQ)](
-        c.decay, either(lse, ranges), query_gates, key_gates, *c.tables, grid.count, grid.queries,
-        grid.keys, grid.levels, c.decay_row, BACKWARD=lse is not None, num_warps=1,
-    )  # fmt: skip
-    return query_gates, key_gates
-
-
-def _move(
-    c: Call, ranges: Tensor, softmax: _Softmax | None = None, lse: Tensor | None = None
-) -> _Moved:
-    """Solve the blocks, build the tree, carry keys and queries up it.
-
-    The forward pass begins its softmax on the way; the backward pass brings lse (base 2).
-    """
-    grid, t, H, HQ = c.grid, c.tiles, c.H, c.H * c.G
-    blocks, DP, w, beta = grid.count, t.DP, c.w, c.beta
-    inverse = coefficients = g = wx = transitions = keys = queries = None
-    backward = softmax is None
-    common = dict(DP=DP, OPERAND=c.kernel_operand)
-    query_gates, key_gates = _gates(c, ranges, lse)
-    if w is not None and beta is not None:
-        inverse = c.empty(H, blocks, 64, 64) if backward else None
-        kt = c.empty(H, blocks, 64, DP, dtype=c.operand)
-        coefficients = c.empty(H, blocks, 64, 64, dtype=c.operand)
-        g, wx = (c.empty(H, blocks, 64, DP, dtype=c.operand) for _ in range(2))
-        # A product of transitions takes both parts of each, a move the high part alone.
-        transitions = c.empty(H, max(1, grid.nodes), DP, DP, dtype=c.operand)
-        parts = c.operand != torch.float32
-        g_low, low = (torch.empty_like(x) if parts else x for x in (g, transitions))
-        block_fwd_kernel[(blocks, H)](
-            c.k, w, beta, ranges, either(inverse, ranges), kt, coefficients, g, g_low, wx,
-            *c.tables, blocks, grid.levels, *strides(c.k, w, beta), D=t.D, BACKWARD=backward,
-            num_warps=t.block_warps, maxnreg=t.registers, **common,
-        )  # fmt: skip
-        if grid.levels > 1:
-            pair_fwd_kernel[(blocks, H)](
-                w, g, g_low, transitions, low, *c.tables, blocks, grid.nodes, grid.levels,
-                *strides(w), D=t.D, num_warps=t.pair_warps, maxnreg=t.registers, **common,
-            )  # fmt: skip
-        for level in range(2, grid.levels):
-            tree_fwd_kernel[(blocks, H, (DP // 64) ** 2)](
-                transitions, low, *c.tables, grid.nodes, grid.levels, level, DP=DP, DC=64,
-                num_warps=t.tree_warps,
-            )  # fmt: skip
-        keys = c.empty(H, max(1, grid.keys), 64, DP, dtype=c.operand)
-        keys_fwd_kernel[(blocks, H)](
-            kt, g, wx, _transition_tiles(c, transitions), keys, *c.tables, blocks, grid.nodes,
-            grid.keys, grid.levels, num_warps=t.walk_warps, **common,
-        )  # fmt: skip
-        queries = c.empty(HQ, max(1, grid.queries), 64, DP, dtype=c.operand)
-    moved = _Moved(inverse, coefficients, g, wx, transitions, keys, queries, key_gates, query_gates)
-    if softmax is not None or queries is not None:
-        acc, m, l = softmax or (ranges,) * 3
-        queries_fwd_kernel[(blocks, HQ)](
-            c.q, c.k, c.v, either(wx, c.q), either(c.decay, ranges), either(coefficients, c.q),
-            either(g, c.q), _transition_tiles(c, transitions), either(keys, c.q),
-            either(query_gates, ranges), either(key_gates, ranges), ranges, either(queries, c.q),
-            acc, m, l, *c.tables, blocks,
-            grid.nodes, grid.queries, grid.keys, grid.levels, c.decay_row,
-            *strides(c.q, c.k, c.v), ATTEND=softmax is not None, OPERAND=c.kernel_operand,
-            num_warps=t.walk_warps, maxnreg=t.registers, **c.sizes, **c.kinds,
-        )  # fmt: skip
-    return moved
+def _keeps(q: Tensor, k: Tensor, *others: Tensor | None) -> bool:
+    tensors = (q, k, *(x for x in others if x is not None))
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return wanted and q.shape[0] * q.shape[1] * k.shape[2] <= _ROWS_KEPT
 
 
 @torch.library.custom_op("path_attention::triton", mutates_args=())
@@ -204,20 +108,21 @@ def _forward(
     log_forget: Tensor | None,
     scale: float,
     lengths: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     out = q.new_empty(*q.shape[:3], v.shape[3])
-    low = _low_part(out)
+    low, kept = _low_part(out), room_to_keep(q, k, w, lengths, keep)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if q.numel() == 0:
-        return out, lse, lse.new_empty(3), low
+        return out, lse, lse.new_empty(3), low, kept
     inputs = (q, k, v, w, beta, log_forget)
     with torch.cuda.device_of(q):
         ranges = forward_ranges(token_rows(q), token_rows(k), scale, w is not None)
         for part in _head_parts(q, k, lengths):
             c = make_call(*part.of(*inputs), lengths)
             outputs = (x if x is None else x[:, :, part.queries] for x in (out, _given(low), lse))
-            _attend(c, ranges, *outputs)
-    return out, lse, ranges, low
+            _attend(c, ranges, *outputs, _given(kept[part.keys]))
+    return out, lse, ranges, low, kept
 
 
 def _low_part(out: Tensor) -> Tensor:
@@ -225,15 +130,17 @@ def _low_part(out: Tensor) -> Tensor:
     return torch.empty_like(out) if out.itemsize == 2 else out.new_empty(0)
 
 
-def _given(low: Tensor) -> Tensor | None:
-    return low if low.dim() == 4 else None
+def _given(x: Tensor) -> Tensor | None:
+    return x if x.numel() > 0 else None
 
 
-def _attend(c: Call, ranges: Tensor, out: Tensor, low: Tensor | None, lse: Tensor) -> None:
+def _attend(
+    c: Call, ranges: Tensor, out: Tensor, low: Tensor | None, lse: Tensor, kept: Tensor | None
+) -> None:
     blocks, HQ, t = c.grid.count, c.H * c.G, c.tiles
     m, l = c.empty(HQ, blocks, 64), c.empty(HQ, blocks, 64)
-    softmax = _Softmax(c.empty(HQ, blocks, 64, t.DVP), m, l)
-    moved = _move(c, ranges, softmax)
+    softmax = Softmax(c.empty(HQ, blocks, 64, t.DVP), m, l)
+    moved = move(c, ranges, solve_blocks(c, ranges, kept, backward=False), softmax)
     out, lse = out.flatten(0, 1), lse.flatten(0, 1)
     written_low = out if low is None else low.flatten(0, 1)
     meet_fwd_kernel[(blocks, HQ)](
@@ -274,10 +181,11 @@ def _head_parts(q: Tensor, k: Tensor, lengths: Tensor | None) -> Iterator[_Part]
 
 
 @_forward.register_fake
-def _(q, k, v, w, beta, log_forget, scale, lengths):
+def _(q, k, v, w, beta, log_forget, scale, lengths, keep):
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     out = q.new_empty(*q.shape[:3], v.shape[3])
-    return out, lse, lse.new_empty(3), _low_part(out)
+    kept = room_to_keep(q, k, w, lengths, keep)
+    return out, lse, lse.new_empty(3), _low_part(out), kept
 
 
 @torch.library.custom_op("path_attention::triton_backward", mutates_args=())
@@ -294,6 +202,7 @@ def _backward(
     lse: Tensor,
     ranges: Tensor,
     low: Tensor,
+    kept: Tensor,
     scale: float,
     lengths: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -317,24 +226,33 @@ def _backward(
                 x if x is None else x[:, :, heads] for x in (out, _given(low), lse, grad_lse)
             )
             top = _prepare_top(c, ranges, *results, rows[:, heads])
-            _attend_backward(c, ranges, top, _Gradients(*part.of(*grads)))
+            room = _given(kept[part.keys])
+            _attend_backward(c, ranges, top, _Gradients(*part.of(*grads)), room)
     return tuple(grads)  # type: ignore[return-value]
 
 
-def _attend_backward(c: Call, ranges: Tensor, top: _Top, grads: _Gradients) -> None:
-    moved = _move(c, ranges, lse=top.lse)
+def _attend_backward(
+    c: Call, ranges: Tensor, top: _Top, grads: _Gradients, kept: Tensor | None
+) -> None:
+    if kept is None:
+        blocks = solve_blocks(c, ranges, None, backward=True)
+    else:
+        blocks = place_blocks(c, kept, backward=True)
+    moved = move(c, ranges, blocks, lse=top.lse)
     partial = _meet_backward(c, moved, ranges, top)
     _blocks_backward(c, moved, ranges, top, partial, grads)
     if c.decay is not None:
         dlog_forget, grid = grads.log_forget.flatten(0, 1), c.grid
         decay_bwd_kernel[(len(grid.sequences), c.H * c.G)](
             partial.rows, partial.columns, ranges, dlog_forget, *c.tables, grid.count,
-            grid.levels, *dlog_forget.stride(), CHUNK=_CHUNK, num_warps=4,
+            grid.levels, *dlog_forget.stride(), CHUNK=CHUNK, num_warps=4,
         )  # fmt: skip
 
 
 @_backward.register_fake
-def _(grad_out, grad_lse, q, k, v, w, beta, log_forget, out, lse, ranges, low, scale, lengths):
+def _(
+    grad_out, grad_lse, q, k, v, w, beta, log_forget, out, lse, ranges, low, kept, scale, lengths
+):
     return tuple(
         q.new_empty(0 if x is None else x.shape, dtype=None if x is None else x.dtype)
         for x in (q, k, v, w, beta, log_forget)
@@ -388,10 +306,10 @@ def _transition_sum() -> torch.dtype:
     return torch.int64 if torch.are_deterministic_algorithms_enabled() else torch.float32
 
 
-def _meet_backward(c: Call, moved: _Moved, ranges: Tensor, top: _Top) -> _Partial:
+def _meet_backward(c: Call, moved: Moved, ranges: Tensor, top: _Top) -> _Partial:
     grid, t, H, HQ = c.grid, c.tiles, c.H, c.H * c.G
     blocks, DP, DVP = grid.count, t.DP, t.DVP
-    p = either(moved.transitions, c.k)
+    p = c.k if moved.blocks is None else moved.blocks.transitions
     gated = (HQ, blocks, 64) if t.gate else (1,)
     partial = _Partial(
         c.empty(HQ, blocks, 64, DP),
@@ -406,7 +324,7 @@ def _meet_backward(c: Call, moved: _Moved, ranges: Tensor, top: _Top) -> _Partia
     counts = (blocks, grid.queries, grid.keys, grid.nodes, grid.levels)
     # Whatever T, |d𝒫| stays below 2¹³ times the number of query rows (score gradients, 2¹²).
     fixed_point = 2.0 ** (49 - (grid.count * 64 * c.G - 1).bit_length())
-    transitions = _transition_tiles(c, moved.transitions)
+    transitions = transition_tiles(c, moved.blocks)
     queries_bwd_kernel[(blocks, HQ)](
         stored(moved.queries, c.q, DP, 64), stored(moved.queries, c.q, DP, 64, _PART),
         stored(moved.keys, c.k, DP, t.backward_keys), public(c.v, DVP, t.backward_keys),
@@ -438,7 +356,7 @@ def _meet_backward(c: Call, moved: _Moved, ranges: Tensor, top: _Top) -> _Partia
 
 
 def _blocks_backward(
-    c: Call, moved: _Moved, ranges: Tensor, top: _Top, partial: _Partial, grads: _Gradients
+    c: Call, moved: Moved, ranges: Tensor, top: _Top, partial: _Partial, grads: _Gradients
 ) -> None:
     grid, t, H = c.grid, c.tiles, c.H
     blocks, DP = grid.count, t.DP
@@ -446,10 +364,11 @@ def _blocks_backward(
     if t.transport:
         dkl, dwl, dg = (c.empty(H, blocks, 64, DP) for _ in range(3))
         de = c.empty(H, blocks, 64, 64)
-    w = either(moved.w, c.q)
-    if t.transport and grid.levels > 0:
+    solved = moved.blocks
+    coefficients, g, w = (c.q,) * 3 if solved is None else (solved.coefficients, solved.g, solved.w)
+    if solved is not None and grid.levels > 0:
         pair_bwd_kernel[(blocks, H)](
-            moved.g, w, partial.transitions, moved.keys, moved.queries, partial.k, partial.q, dg,
+            g, w, partial.transitions, moved.keys, moved.queries, partial.k, partial.q, dg,
             dwl, *c.tables, blocks, grid.nodes, grid.queries, grid.keys, grid.levels, G=c.G,
             DP=DP, PART=t.pair_part, OPERAND=c.kernel_operand, num_warps=t.pair_warps,
             maxnreg=t.registers,
@@ -462,25 +381,25 @@ def _blocks_backward(
             DV=t.DV, DVP=t.DVP, GATE=t.gate, num_warps=t.local_warps, maxnreg=MOST_REGISTERS,
         )  # fmt: skip
     dq, dk, dv = (x.flatten(0, 1) for x in (grads.q, grads.k, grads.v))
-    for g in range(c.G):
+    for group in range(c.G):
         local_bwd_kernel[(blocks, H)](
             c.q, c.k, c.v, w, top.grad_out, either(c.decay, ranges),
-            either(moved.coefficients, c.q), either(moved.g, c.q), ranges, top.lse, top.delta,
+            coefficients, g, ranges, top.lse, top.delta,
             partial.q, partial.k, partial.v, partial.rows, partial.columns, dq, dk, dv, dkl, de,
             dg, dwl, *c.tables, blocks,
-            grid.levels, c.decay_row, g, *strides(c.q, c.k, c.v, top.grad_out, dq, dk, dv),
+            grid.levels, c.decay_row, group, *strides(c.q, c.k, c.v, top.grad_out, dq, dk, dv),
             num_warps=t.local_warps, maxnreg=MOST_REGISTERS, OPERAND=c.kernel_operand, **c.sizes,
             **c.kinds,
         )  # fmt: skip
-    if c.w is None or c.beta is None:
+    if solved is None or c.beta is None:
         return
     dw, dbeta = grads.w.flatten(0, 1), grads.beta.flatten(0, 1)
     block_bwd_kernel[(blocks, H)](
-        c.k, w, c.beta, moved.inverse, moved.coefficients, ranges, partial.k, dkl, de, dg, dwl,
+        c.k, w, c.beta, solved.inverse, coefficients, ranges, partial.k, dkl, de, dg, dwl,
         dk, dw, dbeta, *c.tables, blocks, grid.levels, *strides(c.k, c.beta, dk, dw, dbeta),
         D=t.D, DP=DP, OPERAND=c.kernel_operand, num_warps=t.block_bwd_warps,
         maxnreg=MOST_REGISTERS,
     )  # fmt: skip
 
 
-register_gradients(_forward, _backward, "triton")
+register_gradients(_forward, _backward, "triton", options=1)

@@ -50,11 +50,16 @@ class Tiles:
     block_bwd_warps: int
 
 
+def padded(size: int) -> int:
+    """A head size as the kernels hold it: 64, 128 or 256."""
+    return max(64, 1 << (size - 1).bit_length())
+
+
 def choose_tiles(
     D: int, DV: int, dtype: torch.dtype, transport: bool, gate: bool, shared_memory: int
 ) -> Tiles:
     """The tiles for head sizes D, DV, the kernels' operand dtype and a device's shared memory."""
-    DP, DVP = (max(64, 1 << (n - 1).bit_length()) for n in (D, DV))
+    DP, DVP = padded(D), padded(DV)
     wide = max(DP, DVP)
     single = dtype == torch.float32
     # Matrix units that read shared memory come with more of it (from Hopper on).

@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from path_attention.ops.triton import call, operator, ranges, stick_breaking
+from path_attention.ops.triton import call, move, operator, ranges, stick_breaking
 
 TYPES = {
     torch.bfloat16: "bf16",
@@ -100,12 +100,13 @@ def launches(D: int, encoding: str, dtype: torch.dtype, shared_memory: int, seen
     call._shared_memory = lambda device: shared_memory
     x = encoded(encoding, 512, heads=(4, 2), size=(D, D))
     x = [*x.to(dtype)[:3], *x[3:]]
-    out, *rest = operator._forward(*x, 0.1, None)
+    out, *rest = operator._forward(*x, 0.1, None, False)
     operator._backward(out, None, *x, out, *rest, 0.1, None)
 
 
 def main() -> None:
     seen: list = []
+    record(move, seen)
     record(operator, seen)
     record(ranges, seen)
     record(stick_breaking, seen)

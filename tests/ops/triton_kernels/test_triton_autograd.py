@@ -117,13 +117,14 @@ def test_second_derivatives_are_refused():
 
 @pytest.mark.parametrize("encoding", ["path_fox", "nope"])
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_registered_as_torch_asks(packing, encoding):
+@pytest.mark.parametrize("keep", [False, True])
+def test_registered_as_torch_asks(keep, packing, encoding):
     from path_attention.ops.triton import operator  # noqa: F401, registers
 
     inputs = encoded(encoding, T)
     x = [None if y is None else y.requires_grad_() for y in inputs]
     lengths = None if packing is None else packing.host_lengths
-    torch.library.opcheck(torch.ops.path_attention.triton.default, (*x, 0.5, lengths))
+    torch.library.opcheck(torch.ops.path_attention.triton.default, (*x, 0.5, lengths, keep))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -181,6 +182,38 @@ def test_compiled_for_each_scale():
     x = leaves(encoded("nope", 30))
     for scale in (1.0, 1.0001, 1.0, 0.5):
         assert torch.equal(function(scale, *x), call(*x, scale=scale))
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("encoding", ["path", "path_fox"])
+def test_kept_blocks_are_the_ones_made_again(packing, encoding, monkeypatch):
+    from path_attention.ops.triton import operator
+
+    x = leaves(encoded(encoding, T, heads=(4, 2)))
+    made, solve = [], operator.solve_blocks
+    monkeypatch.setattr(
+        operator, "solve_blocks", lambda *a, **k: made.append(k["backward"]) or solve(*a, **k)
+    )
+    grads = []
+    torch.use_deterministic_algorithms(True)
+    try:
+        for rows in (2 * T, 2 * T - 1):
+            monkeypatch.setattr(operator, "_ROWS_KEPT", rows)
+            grads.append(torch.autograd.grad(call(*x, cu_seqlens=packing).sum(), x))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert made == [False, False, True]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_nothing_is_kept_without_gradients():
+    from path_attention.ops.triton import operator
+
+    x = leaves(encoded("path", T))
+    assert operator._keeps(*x)
+    with torch.no_grad():
+        assert not operator._keeps(*x)
+    assert not operator._keeps(*(y.detach() for y in x))
 
 
 @pytest.mark.parametrize("magnitude", [1e-20, 1.0, 1e10])
