@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import fields
 from typing import Any
 
@@ -23,6 +24,7 @@ class PathAttentionConfig(AttentionConfig, PreTrainedConfig):
         tie_word_embeddings: the output projection is the embedding.
         max_position_embeddings: the context trained at, for tools that ask; nothing depends on it
             and no length is refused.
+        nope_layers: numbers of the layers (from 0) whose transport is "none" whatever the others'.
         use_cache: whether a forward outside training returns a cache when not told.
         pad_token_id, bos_token_id, eos_token_id: as in transformers.
     """
@@ -36,6 +38,7 @@ class PathAttentionConfig(AttentionConfig, PreTrainedConfig):
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 4096
+    nope_layers: list[int] | None = None
     use_cache: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -53,6 +56,12 @@ class PathAttentionConfig(AttentionConfig, PreTrainedConfig):
         ):
             check_integer(name, getattr(self, name), 1)
         check_positive("initializer_range", self.initializer_range)
+        for number in self.nope_layers or ():
+            if not 0 <= number < self.num_hidden_layers:
+                raise ValueError(
+                    f"nope_layers: expected numbers below num_hidden_layers = "
+                    f"{self.num_hidden_layers}, got {number}"
+                )
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             value = getattr(self, name)
             for token in value if isinstance(value, list) else [value]:
@@ -67,6 +76,14 @@ class PathAttentionConfig(AttentionConfig, PreTrainedConfig):
     def layer_types(self) -> list[str]:
         """The kind of each layer's cache, by which transformers builds one."""
         return ["path_attention"] * self.num_hidden_layers
+
+    def of_layer(self, number: int) -> PathAttentionConfig:
+        """The configuration that layer `number` is made by."""
+        if number not in (self.nope_layers or ()):
+            return self
+        config = copy.copy(self)
+        config.transport = "none"
+        return config
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> PathAttentionConfig:

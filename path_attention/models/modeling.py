@@ -102,7 +102,7 @@ class PathAttentionModel(PathAttentionPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            PathAttentionBlock(config) for _ in range(config.num_hidden_layers)
+            PathAttentionBlock(config.of_layer(n)) for n in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False

@@ -20,9 +20,9 @@ class Attention(nn.Module):
 
         out = W_o · path_attention(q, k, v, w, beta, log_forget; scale = D^-½)
 
-    or another normalizer's operator in its place. Projections have no bias; queries and keys, and
-    the output, may be RMS-normalised per head. Training, prefill and decoding differ only in what
-    `cache` holds. Source: arXiv 2505.16381 §3; docs/algorithm.md §1 and §5.
+    or another normalizer's operator in its place. Projections have no bias unless told; queries and
+    keys, and the output, may be RMS-normalised per head. Training, prefill and decoding differ only
+    in what `cache` holds. Source: arXiv 2505.16381 §3; docs/algorithm.md §1 and §5.
     """
 
     def __init__(self, config: AttentionConfig) -> None:
@@ -32,10 +32,13 @@ class Attention(nn.Module):
         self.head_dim = cast(int, config.head_dim)
         value_dim = cast(int, config.value_head_dim)
         self.heads, self.kv_heads = heads, kv_heads
-        self.q_proj = nn.Linear(size, heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(size, kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(size, kv_heads * value_dim, bias=False)
-        self.o_proj = nn.Linear(heads * value_dim, size, bias=False)
+        scale = config.attention_scale
+        self.scale = self.head_dim**-0.5 if scale is None else scale
+        bias = config.qkv_bias
+        self.q_proj = nn.Linear(size, heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(size, kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(size, kv_heads * value_dim, bias=bias)
+        self.o_proj = nn.Linear(heads * value_dim, size, bias=config.output_bias)
         norm = config.qk_norm
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if norm else nn.Identity()
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if norm else nn.Identity()
@@ -83,8 +86,7 @@ class Attention(nn.Module):
         v = self.v_proj(x).unflatten(2, (self.kv_heads, -1))
         moved = self.transport(x, q, k, v, chunk)
         log_forget = self.decay(x, chunk)
-        scale = self.head_dim**-0.5
-        out = self.normalizer(moved, log_forget, scale=scale, chunk=chunk, cache=cache)
+        out = self.normalizer(moved, log_forget, scale=self.scale, chunk=chunk, cache=cache)
         if moved.restore is not None:
             out = moved.restore(out)
         return self.o_proj(self.o_norm(out).flatten(2))

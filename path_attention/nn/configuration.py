@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import cast
 
 
 @dataclass(kw_only=True)
@@ -17,6 +18,9 @@ class AttentionConfig:
         num_key_value_heads: key/value heads H, a divisor of HQ; None for HQ.
         head_dim: size D of queries and keys; None for hidden_size / HQ.
         value_head_dim: size DV of values; None for D.
+        qkv_bias: biases of the projections to queries, keys and values.
+        output_bias: a bias of the output's projection.
+        attention_scale: what scores q·k are multiplied by; None for D^-½.
         qk_norm: RMSNorm of queries and keys per head, before the encoding.
         output_norm: RMSNorm of the output per head, before its projection.
         rms_norm_eps: eps of every RMSNorm.
@@ -38,7 +42,11 @@ class AttentionConfig:
             has a negative eigenvalue and no state can be tracked. docs/algorithm.md §1.
         beta_bias_init: the same: where β's bias starts; 0 starts at β ≈ beta_max / 2.
         forget_bias_init: forget: where the gate's bias starts; 0 starts at a gate of 0.5.
+        forget_scale: forget: what log-gates are multiplied by: 1 as published; D^-½ is what
+            flash-linear-attention's PaTH-FoX computes.
         rope_theta: rotary: the base of the angles.
+        rope_frequencies: rotary: the angle a step of each of the D/2 pairs, in radians, in place of
+            `rope_theta`'s: any scaled RoPE whose angles do not hang on the length.
         rotation_angles: accumulated_rotation: where a token's angles come from: "learned" (its
             hidden state), "random_token" (a fixed draw for each token id) or "random_position" (a
             fixed draw for each position).
@@ -53,6 +61,9 @@ class AttentionConfig:
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     value_head_dim: int | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    attention_scale: float | None = None
     qk_norm: bool = False
     output_norm: bool = False
     rms_norm_eps: float = 1e-6
@@ -66,7 +77,9 @@ class AttentionConfig:
     beta_max: float = 2.0
     beta_bias_init: float = 0.0
     forget_bias_init: float = 0.0
+    forget_scale: float = 1.0
     rope_theta: float = 10000.0
+    rope_frequencies: list[float] | None = None
     rotation_angles: str = "learned"
     rotation_bound: float = 0.25
     rotation_seed: int = 0
@@ -116,8 +129,11 @@ class AttentionConfig:
         check_integer("direction_conv_size", self.direction_conv_size, 0)
         check_integer("householders_per_token", self.householders_per_token, 1)
         check_integer("rotation_seed", self.rotation_seed, 0)
-        for name in ("rms_norm_eps", "rope_theta", "beta_max", "rotation_bound"):
+        for name in ("rms_norm_eps", "rope_theta", "beta_max", "rotation_bound", "forget_scale"):
             check_positive(name, getattr(self, name))
+        if self.attention_scale is not None:
+            check_positive("attention_scale", self.attention_scale)
+        self._check_frequencies()
         if self.rotation_bound > math.pi:
             raise ValueError(
                 f"rotation_bound: expected at most π, half a turn, got {self.rotation_bound}"
@@ -127,12 +143,22 @@ class AttentionConfig:
         for name in ("beta_bias_init", "forget_bias_init"):
             if not isinstance(getattr(self, name), (int, float)):
                 raise ValueError(f"{name}: expected a number, got {getattr(self, name)!r}")
-        for name in ("qk_norm", "output_norm", "moves_values"):
+        for name in ("qk_norm", "output_norm", "moves_values", "qkv_bias", "output_bias"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}: expected True or False, got {getattr(self, name)!r}")
         check_choice(
             "rotation_angles", self.rotation_angles, ("learned", "random_token", "random_position")
         )
+
+    def _check_frequencies(self) -> None:
+        pairs, given = cast(int, self.head_dim) // 2, self.rope_frequencies
+        if given is None:
+            return
+        if len(given) != pairs or not all(math.isfinite(f) for f in given):
+            raise ValueError(
+                f"rope_frequencies: expected {pairs} finite numbers, one a pair of head_dim = "
+                f"{self.head_dim}, got {given}"
+            )
 
 
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:

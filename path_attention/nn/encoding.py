@@ -211,24 +211,43 @@ class _Rotating(Transport):
             )
 
 
+class _Frequencies:
+    """RoPE's angle a step of each pair: rope_theta^(−2n/D), or `rope_frequencies`."""
+
+    def __init__(self, config: AttentionConfig) -> None:
+        self.theta, given = config.rope_theta, config.rope_frequencies
+        # on the host whatever torch's default device is: a model made on meta keeps its numbers
+        self.given = (
+            None if given is None else torch.tensor(given, dtype=torch.float64, device="cpu")
+        )
+
+    def rotation(self, q: Tensor, chunk: Chunk, share: float | Tensor = 1.0) -> Rotation:
+        """By `share` · position · frequency, for queries and keys like q `[B, T, HQ, D]`."""
+        half = q.shape[-1] // 2
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        if self.given is None:
+            exponents = torch.arange(half, dtype=dtype, device=q.device) / -half
+            frequencies = torch.pow(self.theta, exponents)
+        else:
+            frequencies = self.given.to(q.device, dtype, non_blocking=True)
+        angles = chunk.positions[:, :, None].to(dtype) * (frequencies * share)
+        return Rotation.by(angles[:, :, None])
+
+
 @register_transport("rotary")
 class Rotary(_Rotating):
     """RoPE: the pair (n, n + D/2) of a query or key turns by position · rope_theta^(−2n/D).
 
-    Angles are float32 (float64 for float64 queries). Source: arXiv 2104.09864; the
-    pairing by halves is that of Llama checkpoints.
+    With rope_frequencies, by position times these. Angles are float32 (float64 for float64
+    queries). Source: arXiv 2104.09864; the pairing by halves is that of Llama checkpoints.
     """
 
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__(config)
-        self.theta = config.rope_theta
+        self.frequencies = _Frequencies(config)
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk) -> Moved:
-        half = q.shape[-1] // 2
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        exponents = torch.arange(half, dtype=dtype, device=x.device) / -half
-        angles = chunk.positions[:, :, None].to(dtype) * torch.pow(self.theta, exponents)
-        rotation = Rotation.by(angles[:, :, None])
+        rotation = self.frequencies.rotation(q, chunk)
         q, k = rotation.turn(q), rotation.turn(k)
         if not self.moves_values:
             return Moved(q, k, v)
@@ -343,6 +362,40 @@ class Householder(_Strengths):
         return Moved(q, k, v, w, beta)
 
 
+@register_transport("rotary_householder")
+class RotaryHouseholder(Householder):
+    """RoPE by a share s of its angles, then PaTH: a way from one to the other.
+
+        score_ij = (R(s j) k_j)ᵀ H_{j+1} ⋯ H_i R(s i) q_i,   R(φ) turns pair n by φ · frequency n
+
+    s = 1 and β = 0 is RoPE, s = 0 is PaTH with the same parameters; between them positions are
+    interpolated (arXiv 2306.15595). Who trains a model says how s falls (`set_share`); it is no
+    part of a saved model.
+    """
+
+    def __init__(self, config: AttentionConfig) -> None:
+        super().__init__(config)
+        self.frequencies = _Frequencies(config)
+        # no buffer: what a compiled layer reads anew each step, whatever device it is on
+        self.share = torch.ones((), device="cpu")
+
+    @classmethod
+    def check(cls, config: AttentionConfig) -> None:
+        super().check(config)
+        if cast(int, config.head_dim) % 2:
+            raise ValueError(
+                f"head_dim: expected an even size with {config.transport}, got {config.head_dim}"
+            )
+
+    def set_share(self, share: float) -> None:
+        """What share of RoPE's angles is left, from 1 to 0."""
+        self.share.fill_(share)
+
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk) -> Moved:
+        rotation = self.frequencies.rotation(q, chunk, self.share)
+        return super().forward(x, rotation.turn(q), rotation.turn(k), v, chunk)
+
+
 @register_transport("delta_rule")
 class DeltaRule(_Strengths):
     """DeltaNet: a key's direction is erased from the state before its value is written there.
@@ -410,13 +463,17 @@ def alibi_exponents(heads: int, device: torch.device) -> Tensor:
 
 @register_decay("forget")
 class Forget(Decay):
-    """FoX: log_forget = logsigmoid(g(x)), float32, of each query head. Source: arXiv 2503.02130."""
+    """FoX: log_forget = forget_scale · logsigmoid(g(x)), float32, of each query head.
+
+    Source: arXiv 2503.02130, where the scale is 1.
+    """
 
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__(config)
         self.forget_proj = Float32Linear(
             config.hidden_size, config.num_attention_heads, bias_init=config.forget_bias_init
         )
+        self.scale = config.forget_scale
 
     def forward(self, x: Tensor, chunk: Chunk) -> Tensor:
-        return nn.functional.logsigmoid(self.forget_proj(x))
+        return self.scale * nn.functional.logsigmoid(self.forget_proj(x))

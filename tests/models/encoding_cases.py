@@ -9,6 +9,19 @@ from path_attention.models import PRESETS
 FREE: dict[str, dict[str, Any]] = {
     "rope + forget": {"transport": "rotary", "decay": "forget"},
     "rope + alibi": {"transport": "rotary", "decay": "alibi"},
+    "rope of other frequencies and scale": {
+        "transport": "rotary",
+        "rope_frequencies": [1.0, 0.3, 0.02],
+        "attention_scale": 0.7,
+        "qkv_bias": True,
+        "output_bias": True,
+    },
+    "rope and path + scaled forget": {
+        "transport": "rotary_householder",
+        "decay": "forget",
+        "forget_scale": 0.4,
+        "qkv_bias": True,
+    },
     "rope of values too": {"transport": "rotary", "moves_values": True},
     "learned rotation + forget": {
         "transport": "accumulated_rotation",

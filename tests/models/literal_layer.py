@@ -25,12 +25,12 @@ def literal_layer(config: AttentionConfig, p: dict[str, Tensor], x: Tensor, ids:
 def _row(c: AttentionConfig, p: dict[str, Tensor], x: Tensor, ids: Tensor) -> Tensor:
     T, HQ, H = len(x), c.num_attention_heads, c.num_key_value_heads
     outputs = []
-    q, k, v = ((x @ p[f"{n}_proj.weight"].T).unflatten(1, (-1, s)) for n, s in _heads(c))
+    q, k, v = (_linear(p, f"{n}_proj", x).unflatten(1, (-1, s)) for n, s in _heads(c))
     if c.qk_norm:
         q, k = _rms(q, p["q_norm.weight"]), _rms(k, p["k_norm.weight"])
     beta = None
-    if c.transport in ("householder", "delta_rule"):
-        logits = x @ p["transport.beta_proj.weight"].T + p["transport.beta_proj.bias"]
+    if c.transport in ("householder", "rotary_householder", "delta_rule"):
+        logits = _linear(p, "transport.beta_proj", x)
         beta = c.beta_max / (1 + (-logits).exp())
     if c.transport == "delta_rule":
         k = k / k.square().sum(-1, keepdim=True).sqrt()
@@ -42,7 +42,12 @@ def _row(c: AttentionConfig, p: dict[str, Tensor], x: Tensor, ids: Tensor) -> Te
             kv = h // (HQ // H)
             out = _query(c, i, q[:, h], k[:, kv], v[:, kv], moves[:, kv], gates[:, h])
             outputs.append(_rms(out, p["o_norm.weight"]) if c.output_norm else out)
-    return torch.stack(outputs).unflatten(0, (T, HQ)).flatten(1) @ p["o_proj.weight"].T
+    return _linear(p, "o_proj", torch.stack(outputs).unflatten(0, (T, HQ)).flatten(1))
+
+
+def _linear(p: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    y = x @ p[f"{name}.weight"].T
+    return y + p[f"{name}.bias"] if f"{name}.bias" in p else y
 
 
 def _query(c: AttentionConfig, i: int, q, k, v, moves, gates) -> Tensor:
@@ -51,7 +56,7 @@ def _query(c: AttentionConfig, i: int, q, k, v, moves, gates) -> Tensor:
     route, decay = torch.eye(D, dtype=q.dtype), torch.zeros((), dtype=q.dtype)
     scores, decays, values = [], [], []
     for j in range(i, -1, -1):
-        scores.append(k[j] @ route @ q[i] / D**0.5)
+        scores.append(k[j] @ route @ q[i] * (c.attention_scale or D**-0.5))
         decays.append(decay)
         values.append(route.T @ v[j] if c.moves_values else v[j])
         route, decay = moves[j] @ route, decay + gates[j]
@@ -75,8 +80,9 @@ def _transport(c: AttentionConfig, p, x: Tensor, ids: Tensor, k: Tensor, beta) -
     eye = torch.eye(D, dtype=x.dtype)
     if c.transport == "none":
         return eye.expand(T, H, D, D)
+    given = c.rope_frequencies or [c.rope_theta ** (-2 * n / D) for n in range(D // 2)]
+    angles = torch.tensor(given, dtype=x.dtype)
     if c.transport == "rotary":
-        angles = torch.tensor([c.rope_theta ** (-2 * n / D) for n in range(D // 2)], dtype=x.dtype)
         return _turn(angles).expand(T, H, D, D)
     if c.transport == "accumulated_rotation":
         return torch.stack([_turn(-a) for a in _angles(c, p, x, ids).flatten(0, 1)]).unflatten(
@@ -91,6 +97,9 @@ def _transport(c: AttentionConfig, p, x: Tensor, ids: Tensor, k: Tensor, beta) -
         moves = moves @ (
             eye - beta[:, :, m, None, None] * w[:, :, m, :, None] * w[:, :, m, None, :]
         )
+    if c.transport == "rotary_householder":  # turned by its place before and after
+        turns = [_turn(t * angles) for t in range(-1, T)]
+        moves = torch.stack([a.T @ m @ b for a, m, b in zip(turns, moves, turns[1:], strict=False)])
     return moves
 
 
@@ -136,8 +145,8 @@ def _mix(x: int) -> int:
 def _decay(c: AttentionConfig, p, x: Tensor) -> Tensor:
     """log f `[T, HQ]`."""
     if c.decay == "forget":
-        logits = x @ p["decay.forget_proj.weight"].T + p["decay.forget_proj.bias"]
-        return -torch.log1p((-logits).exp())
+        logits = _linear(p, "decay.forget_proj", x)
+        return -c.forget_scale * torch.log1p((-logits).exp())
     slopes = alibi_slopes(c.num_attention_heads) if c.decay == "alibi" else [0.0]
     return -torch.tensor(slopes, dtype=x.dtype).expand(len(x), c.num_attention_heads)
 
