@@ -1,0 +1,1 @@
+"""Pretrained models become this library's: from RoPE by distillation, from and to fla's format."""
