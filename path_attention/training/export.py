@@ -10,13 +10,15 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from path_attention.training.corpus import TokenCorpus
+from path_attention.training.mixture import CorpusMixture
+from path_attention.training.objective import Objective
 from path_attention.training.processes import Processes
 from path_attention.training.recipe import Recipe
 
@@ -27,9 +29,10 @@ if TYPE_CHECKING:
 def export_model(
     model: nn.Module,
     config: PathAttentionConfig,
-    corpus: TokenCorpus,
+    corpus: TokenCorpus | CorpusMixture,
     folder: Path,
     processes: Processes,
+    objective: Objective,
 ) -> None:
     """Gather the model from all processes and write it with its tokenizer, replacing `folder`.
 
@@ -44,6 +47,7 @@ def export_model(
     )
     if not processes.first:
         return
+    config, state = objective.exported(config, cast(dict[str, torch.Tensor], state))
     whole = PathAttentionForCausalLM(config)
     whole.load_state_dict(state)
     partial = folder.with_name(f".{folder.name}.partial")
@@ -67,7 +71,7 @@ def write_card(
     *,
     recipe: Recipe,
     config: PathAttentionConfig,
-    corpus: TokenCorpus,
+    corpus: TokenCorpus | CorpusMixture,
     processes: Processes,
     dtype: torch.dtype,
     parameters: int,

@@ -25,7 +25,9 @@ from path_attention.training.export import export_model, write_card
 from path_attention.training.flops import peak_flops
 from path_attention.training.guard import Guard
 from path_attention.training.log import RunLog, read_log
-from path_attention.training.model import build_model
+from path_attention.training.mixture import CorpusMixture, pack_rows
+from path_attention.training.model import build_model, start_config, start_digest
+from path_attention.training.objective import Objective
 from path_attention.training.processes import (
     Processes,
     choose_precision,
@@ -34,7 +36,7 @@ from path_attention.training.processes import (
 )
 from path_attention.training.progress import say
 from path_attention.training.recipe import DataRecipe, OptimizerRecipe, Recipe
-from path_attention.training.rows import PackedRows, Row, RowsAhead
+from path_attention.training.rows import Row, Rows, RowsAhead
 
 Resume = Literal["auto", "never", "must"]
 
@@ -52,7 +54,13 @@ class Outcome:
     signal: signal.Signals | None = None
 
 
-def train(recipe: Recipe, out: str | Path, *, resume: Resume = "auto") -> Outcome:
+def train(
+    recipe: Recipe,
+    out: str | Path,
+    *,
+    resume: Resume = "auto",
+    objective: Objective | None = None,
+) -> Outcome:
     """Train, or go on training, in folder `out`.
 
     The folder gets recipe.json, log.jsonl, tensorboard/, checkpoints/ and, when the last step is
@@ -64,6 +72,7 @@ def train(recipe: Recipe, out: str | Path, *, resume: Resume = "auto") -> Outcom
         out: the run's folder.
         resume: "auto" goes on from the latest checkpoint if there is one, "must" demands one,
             "never" demands that there is none.
+        objective: what to minimise; None for next-token cross-entropy on all parameters.
 
     Raises:
         ValueError: a contradiction in the recipe or with what `out` holds; no usable corpus.
@@ -76,11 +85,13 @@ def train(recipe: Recipe, out: str | Path, *, resume: Resume = "auto") -> Outcom
         with processes.first_does():
             _check_resume(out, resume)
             corpus = open_corpus(recipe.data, recipe.log.progress and processes.first)
-        return _Run(recipe, out, corpus, processes).go()
+        return _Run(recipe, out, corpus, processes, objective).go()
 
 
-def open_corpus(data: DataRecipe, progress: bool = True) -> TokenCorpus:
-    """The corpus of a recipe, built if it is not there yet."""
+def open_corpus(data: DataRecipe, progress: bool = True) -> TokenCorpus | CorpusMixture:
+    """The corpus of a recipe, built if it is not there yet; or its mixture."""
+    if data.mixture:
+        return CorpusMixture.open(data.mixture)
     if data.corpus is None:
         return build(data.build, progress=progress)
     if not (data.corpus / "corpus.json").exists():
@@ -91,23 +102,27 @@ def open_corpus(data: DataRecipe, progress: bool = True) -> TokenCorpus:
     return corpus
 
 
-def model_config(recipe: Recipe, corpus: TokenCorpus) -> PathAttentionConfig:
-    """The configuration of a recipe's model, vocabulary and special tokens those of the corpus.
+def model_config(recipe: Recipe, corpus: TokenCorpus | CorpusMixture) -> PathAttentionConfig:
+    """The configuration of a recipe's model: that of its start, or one made from the recipe, with
+    the corpus's vocabulary and special tokens.
 
     Raises:
         ValueError: a bad size or name; a vocabulary smaller than the tokenizer's.
     """
-    tokenizer = corpus.tokenizer()
-    fields: dict[str, Any] = {
-        "vocab_size": corpus.vocab_size,
-        "max_position_embeddings": recipe.data.context_length,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    config = PathAttentionConfig.from_preset(
-        recipe.model.preset, **{**fields, **recipe.model.overrides()}
-    )
+    if recipe.model.start is not None:
+        config = start_config(recipe.model)
+    else:
+        tokenizer = corpus.tokenizer()
+        fields: dict[str, Any] = {
+            "vocab_size": corpus.vocab_size,
+            "max_position_embeddings": recipe.data.context_length,
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        }
+        config = PathAttentionConfig.from_preset(
+            recipe.model.preset, **{**fields, **recipe.model.overrides()}
+        )
     if config.vocab_size < corpus.vocab_size:
         raise ValueError(
             f"model.options: expected a vocab_size of at least the tokenizer's "
@@ -136,15 +151,21 @@ class _Run:
     """One run: everything that stays the same from step to step."""
 
     def __init__(
-        self, recipe: Recipe, out: Path, corpus: TokenCorpus, processes: Processes
+        self,
+        recipe: Recipe,
+        out: Path,
+        corpus: TokenCorpus | CorpusMixture,
+        processes: Processes,
+        objective: Objective | None = None,
     ) -> None:
         self.recipe = recipe
+        self.objective = objective = objective or Objective()
         self.out = out
         self.corpus = corpus
         self.processes = processes
         self.dtype = choose_precision(recipe.precision, processes.device)
         self.passes = recipe.passes(processes.count)
-        self.rows = PackedRows(
+        self.rows = pack_rows(
             corpus,
             "train",
             context_length=recipe.data.context_length,
@@ -155,7 +176,7 @@ class _Run:
         self.ahead = RowsAhead(self.rows, recipe.data.workers)
         self.config = model_config(recipe, corpus)
         self.model, self.flops, self.parameters = build_model(
-            recipe, self.config, self.dtype, processes
+            recipe, self.config, self.dtype, processes, objective
         )
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
         self.guard = Guard(recipe.guard)
@@ -163,7 +184,10 @@ class _Run:
             **recipe.course(),
             "precision": str(self.dtype).removeprefix("torch."),
             "corpus": corpus.fingerprint,
+            **objective.course(),
         }
+        if recipe.model.start is not None:
+            course["model.start"] = start_digest(recipe.model.start)
         self.checkpoints = Checkpoints(
             out / "checkpoints",
             keep=recipe.checkpoint.keep,
@@ -209,6 +233,7 @@ class _Run:
         work = sum(self.flops.of(row.packing.lengths) for row in rows)
         targets, work = processes.sum(sum(row.targets for row in rows), work)
         _reseed(recipe.seed, step, processes.rank)
+        self.objective.begin_step(step, recipe.steps)
         losses = []
         for n, row in enumerate(rows):
             synchronise_gradients(self.model, n == self.passes - 1)
@@ -255,16 +280,10 @@ class _Run:
         return [first + n * count for n in range(self.passes)]
 
     def _loss(self, row: Row, divisor: float) -> torch.Tensor:
-        """The row's cross-entropy in nats, summed over its targets, divided by `divisor`."""
+        """The row's loss (cross-entropy in nats), summed over its targets, by `divisor`."""
         device = self.processes.device
         with torch.autocast(device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-            return self.model(
-                input_ids=row.input_ids.to(device),
-                labels=row.labels.to(device),
-                packing=row.packing.to(device),
-                num_items_in_batch=divisor,
-                use_cache=False,
-            ).loss
+            return self.objective.loss(self.model, row, divisor, device)
 
     def _clip(self) -> float:
         clip = self.recipe.optimizer.clip
@@ -284,11 +303,11 @@ class _Run:
                 if last or stopping:
                     self.checkpoints.finish()
 
-    def _heldout_rows(self) -> PackedRows | None:
+    def _heldout_rows(self) -> Rows | None:
         tokens = self.corpus.info["heldout_tokens"]
         if not tokens:
             return None
-        return PackedRows(
+        return pack_rows(
             self.corpus,
             "heldout",
             context_length=self.recipe.data.context_length,
@@ -298,7 +317,7 @@ class _Run:
 
     @torch.no_grad()
     def heldout_loss(self) -> float:
-        """Mean cross-entropy in nats a token over the same held-out tokens each time."""
+        """Mean loss (cross-entropy in nats) a token over the same held-out tokens each time."""
         heldout, processes = self.heldout, self.processes
         assert heldout is not None
         tokens = min(self.recipe.log.heldout_tokens, heldout.epoch_tokens)
@@ -384,7 +403,14 @@ class _Run:
         return Outcome(step, signal.Signals(number))
 
     def _finish(self) -> None:
-        export_model(self.model, self.config, self.corpus, self.out / "model", self.processes)
+        export_model(
+            self.model,
+            self.config,
+            self.corpus,
+            self.out / "model",
+            self.processes,
+            self.objective,
+        )
         if self.processes.first:
             write_card(
                 self.out,

@@ -27,6 +27,8 @@ class ModelRecipe:
 
     Attributes:
         preset: a name of `PathAttentionConfig.from_preset`, for example "path" or "rope".
+        start: folder of a model of this library to go on from: its configuration and weights. Its
+            encoding must be the preset's, and no size may be given.
         hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim,
             intermediate_size, tie_word_embeddings, initializer_range: as in
             `PathAttentionConfig`; None: its default.
@@ -35,6 +37,7 @@ class ModelRecipe:
     """
 
     preset: str = "path"
+    start: Path | None = None
     hidden_size: int | None = None
     num_hidden_layers: int | None = None
     num_attention_heads: int | None = None
@@ -50,11 +53,16 @@ class ModelRecipe:
         named = {
             f.name: getattr(self, f.name)
             for f in dataclasses.fields(self)
-            if f.name not in ("preset", "options") and getattr(self, f.name) is not None
+            if f.name not in ("preset", "start", "options") and getattr(self, f.name) is not None
         }
         for name in self.options:
             if name in named:
                 raise ValueError(f"model.options: {name} is given as model.{name} too")
+        if self.start is not None and (named or self.options):
+            raise ValueError(
+                f"model.start: expected no other field of the model with {self.start}, got "
+                f"{sorted({**named, **self.options})}"
+            )
         return {**named, **self.options}
 
 
@@ -67,6 +75,8 @@ class DataRecipe:
         corpus: the corpus's folder: opened if it is there, else made there from `build`. None for a
             folder of the cache.
         build: what the corpus is made from.
+        mixture: corpora in place of one, each "FOLDER=WEIGHT". Whole numbers are ratios, as 1, 1,
+            1; others are shares and must sum to 1.
         workers: threads of each process that make the next step's rows during this one; with 0
             they are made when they are needed. The rows are the same.
     """
@@ -74,9 +84,14 @@ class DataRecipe:
     context_length: int
     corpus: Path | None = None
     build: CorpusRecipe = field(default_factory=CorpusRecipe)
+    mixture: tuple[str, ...] = ()
     workers: int = 0
 
     def __post_init__(self) -> None:
+        if self.mixture and self.corpus is not None:
+            raise ValueError(
+                f"mixture: expected none beside a corpus, got {self.mixture} and {self.corpus}"
+            )
         _at_least(2, context_length=self.context_length)
         _at_least(0, workers=self.workers)
 
@@ -336,7 +351,7 @@ class Recipe:
         return _plain(dataclasses.asdict(self))
 
     def course(self) -> dict[str, Any]:
-        """What the run's numbers hang on, flat; the corpus's fingerprint stands for its sources.
+        """What the run's numbers hang on, flat; fingerprints stand for the corpus and the start.
 
         How the work is spread over processes, computed, logged and saved changes nothing but
         rounding.
@@ -346,6 +361,7 @@ class Recipe:
             del values[name]
         values["micro_batch_tokens"] = self.row_tokens
         values["data"] = {"context_length": self.data.context_length}
+        del values["model"]["start"]  # its digest stands for it, as the corpus's does
         return dict(_flat(values))
 
 

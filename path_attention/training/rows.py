@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -40,6 +41,15 @@ class Row:
     def targets(self) -> int:
         """How many tokens are predicted."""
         return self.input_ids.shape[1] - len(self.packing.lengths)
+
+
+class Rows(Protocol):
+    """What makes rows: `PackedRows`, or a mixture of them."""
+
+    row_tokens: int
+    epoch_tokens: int
+
+    def row(self, number: int) -> Row: ...
 
 
 class PackedRows:
@@ -132,7 +142,7 @@ class RowsAhead:
         workers: threads; 0 makes each row when it is asked for.
     """
 
-    def __init__(self, rows: PackedRows, workers: int) -> None:
+    def __init__(self, rows: Rows, workers: int) -> None:
         self.rows = rows
         self._pool = ThreadPoolExecutor(workers, "rows") if workers else None
         self._coming: dict[int, Future[Row]] = {}
