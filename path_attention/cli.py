@@ -23,6 +23,16 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
         "BuildCorpus",
         "turn text or code into token files with document borders",
     ),
+    ("convert", "fla"): (
+        "path_attention.conversion.command",
+        "ConvertFla",
+        "MODEL: from flash-linear-attention's path_attn format, or to it",
+    ),
+    ("convert",): (
+        "path_attention.conversion.command",
+        "Convert",
+        "MODEL: a pretrained RoPE model becomes a PaTH model",
+    ),
     ("evaluate", "perplexity"): (
         "path_attention.evaluation.perplexity_by_length",
         "EvaluatePerplexity",
@@ -151,6 +161,9 @@ def _parse(command: type, name: tuple[str, ...], words: list[str]):
     import tyro
 
     prog = " ".join(("path-attention", *name))
+    if name == ("convert",):
+        default = command.defaults(words)  # pyright: ignore[reportAttributeAccessIssue]
+        return tyro.cli(command, prog=prog, args=words, default=default)
     if name != ("train",):
         return tyro.cli(command, prog=prog, args=words)
     from path_attention.recipes import find_recipe, recipe_usage

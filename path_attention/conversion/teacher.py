@@ -62,11 +62,32 @@ class Teacher:
 
     def check_length(self, length: int) -> None:
         """Raise ValueError on a context that the teacher would have other frequencies for."""
-        if self.window is not None and length > self.window:
-            raise ValueError(
-                f"context_length: expected at most {self.window} tokens, beyond which the RoPE of "
-                f"{self.name} changes with the length, got {length}"
-            )
+        check_length(self.name, self.window, length)
+
+
+def check_length(name: str, window: int | None, length: int) -> None:
+    """Raise ValueError if `length` is beyond `window` (`Teacher.window`)."""
+    if window is not None and length > window:
+        raise ValueError(
+            f"context_length: expected at most {window} tokens, beyond which the RoPE of {name} "
+            f"changes with the length, got {length}"
+        )
+
+
+def load_teacher_config(source: str | Path) -> tuple[PathAttentionConfig, int | None]:
+    """`teacher_config` of a model that is not loaded: of the hub, a folder, a GGUF file, a run.
+
+    Raises ValueError where `teacher_config` does, or if there is no such model.
+    """
+    from transformers import AutoConfig
+
+    where, more = _locate(source)
+    try:
+        config = AutoConfig.from_pretrained(where, **more)
+    except OSError as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise ValueError(f"MODEL: {str(source)!r} can't be loaded: {reason}") from error
+    return teacher_config(config)
 
 
 def load_teacher(source: str | Path, dtype: torch.dtype = torch.float32) -> Teacher:
@@ -82,7 +103,7 @@ def as_teacher(model: PreTrainedModel, name: str = "the model") -> Teacher:
 
     Raises ValueError where `teacher_config` does.
     """
-    config, window = teacher_config(model.config)
+    config, window = teacher_config(cast(Any, model.config))
     if isinstance(model, PathAttentionForCausalLM):
         return Teacher(model.eval(), window, name)
     with torch.device("meta"):
