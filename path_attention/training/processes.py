@@ -142,15 +142,27 @@ def spread(
         for module in list(model.modules()):
             if type(module).__name__ in blocks:
                 if dtype != torch.float32 and not compiled:
-                    linear: list[nn.Module] = []
-                    linear += [layer for layer in module.modules() if type(layer) is nn.Linear]
-                    fully_shard(linear, mesh=mesh, mp_policy=halved)
+                    for linear in _linear_groups(module):
+                        fully_shard(linear, mesh=mesh, mp_policy=halved)
                 fully_shard(module, mesh=mesh, mp_policy=whole)
         fully_shard(model, mesh=mesh, mp_policy=whole)
         return model
     return DistributedDataParallel(
         model, device_ids=[processes.device] if processes.device.type == "cuda" else None
     )
+
+
+def _linear_groups(block: nn.Module) -> list[list[nn.Module]]:
+    """A block's plain linear layers, by what travels together.
+
+    All at once, unless some are frozen: a group comes back in the backward pass if the last of its
+    layers has a gradient, so what runs without gradients must not share one with what has some.
+    """
+    parts = [block]
+    if not all(p.requires_grad for p in block.parameters()):
+        parts = list(block.children())
+    groups = [[layer for layer in part.modules() if type(layer) is nn.Linear] for part in parts]
+    return [list[nn.Module](group) for group in groups if group]
 
 
 def synchronise_gradients(model: nn.Module, wanted: bool) -> None:
