@@ -87,9 +87,12 @@ def add_atomically(p, b_x, fixed_point):
 
 @triton.jit
 def range_of(x):
-    """A power of two that brings a tile's largest entry to about 1; 1 for a zero tile."""
-    largest = tl.max(tl.abs(x))
-    return tl.where(largest > 0, tl.math.exp2(-tl.math.ceil(tl.math.log2(largest))), 1.0)
+    """A power of two that brings a tile's largest entry to about 1, if 2^±100 can: 2^100 for 0.
+
+    (Of several tiles that one power scales, the least of theirs fits all.)
+    """
+    exponent = -tl.math.ceil(tl.math.log2(tl.max(tl.abs(x))))
+    return tl.math.exp2(tl.minimum(tl.maximum(exponent, -100.0), 100.0))
 
 
 @triton.jit

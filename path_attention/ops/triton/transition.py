@@ -345,11 +345,18 @@ def block_bwd_kernel(
     b_k = (b_k.to(tl.float32) * tl.load(range_ptr + 1)).to(OPERAND)
 
     # Gradients grow with the number of queries: bring this block's into range, undo it at the end.
-    b_dkt = tl.load(dkt_ptr + o_tile)
-    b_dg = tl.load(dg_ptr + o_tile)
-    scale = tl.minimum(range_of(b_dkt), range_of(b_dg))
-    b_dkt *= scale
-    b_dgx = (b_dg * scale).to(OPERAND)
+    # One power for all: what came across the block can be far smaller than what came inside it.
+    largest = tl.zeros([16], tl.float32)
+    for start in tl.range(0, 64, 16, num_stages=1):
+        o_rows = here * 64 + start + tl.arange(0, 16)
+        p_d, p_e = o_rows[:, None] * DP + o_d[None, :], o_rows[:, None] * 64 + o[None, :]
+        largest = tl.maximum(largest, tl.max(tl.abs(tl.load(dwl_ptr + p_d)), 1))
+        largest = tl.maximum(largest, tl.max(tl.abs(tl.load(dkt_ptr + p_d)), 1))
+        largest = tl.maximum(largest, tl.max(tl.abs(tl.load(dg_ptr + p_d)), 1))
+        largest = tl.maximum(largest, tl.max(tl.abs(tl.load(de_ptr + p_e)), 1))
+    scale = range_of(largest)
+    b_dkt = tl.load(dkt_ptr + o_tile) * scale
+    b_dgx = (tl.load(dg_ptr + o_tile) * scale).to(OPERAND)
     b_dw = tl.load(dwl_ptr + o_tile) * scale
     b_beta_ = beta_ptr + i_h * stride_bh + (token.to(tl.int64) + o) * stride_bt
     b_beta = tl.load(b_beta_, o < valid, other=0.0).to(tl.float32)

@@ -38,7 +38,7 @@ STACK = {
         "queries_bwd_kernel": 3300,
         "keys_bwd_kernel": 2400,
         "local_bwd_kernel": 500,
-        "block_bwd_kernel": 2000,
+        "block_bwd_kernel": 2250,
     },
     (90, 64): {
         "block_fwd_kernel": 380,
@@ -47,7 +47,7 @@ STACK = {
         "keys_bwd_kernel": 320,
         "pair_bwd_kernel": 480,
         "local_bwd_kernel": 96,
-        "block_bwd_kernel": 560,
+        "block_bwd_kernel": 600,
     },
     (100, 64): {
         "block_fwd_kernel": 300,

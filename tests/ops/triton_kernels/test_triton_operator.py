@@ -135,6 +135,21 @@ def test_one_direction_repeated_in_float16():
         assert error <= (6 if name in ("w", "beta") else 3) * rounding, name
 
 
+@pytest.mark.parametrize("gate", [-10.0, -13.0, -16.0, -95.0])
+def test_gradients_that_all_but_vanish_across_blocks(gate):
+    """A block that hardly a later query sees: what comes through its own scores is far larger."""
+    x = encoded("path_fox", 200, heads=(1, 1), size=(64, 64))
+    border = torch.arange(200) % 64 == 0
+    x = x._replace(log_forget=torch.where(border[:, None], gate, 0.0).expand(1, 200, 1))
+    x = Inputs(*x.to(torch.float16)[:3], *x.to(torch.float32)[3:])
+    exact = run(x.to(torch.float64), "definition", grad_dtype=torch.float16)
+    got = run(x, "triton", grad_dtype=torch.float16)
+    for name, value in exact.named().items():
+        rounding = (value.to(torch.bfloat16).double() - value).norm() + 1e-30
+        error = (got.named()[name].double() - value).norm()
+        assert error <= (6 if name in ("w", "beta", "log_forget") else 3) * rounding, name
+
+
 def test_correlated_directions():
     x = encoded("path", 200)
     assert x.w is not None and x.beta is not None
