@@ -18,6 +18,11 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
         "Train",
         "RECIPE [overrides]: train a language model",
     ),
+    ("export",): (
+        "path_attention.training.command",
+        "ExportCheckpoint",
+        "RUN --step N: a checkpoint of a run as a model's folder",
+    ),
     ("corpus", "build"): (
         "path_attention.training.command",
         "BuildCorpus",
@@ -27,6 +32,11 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
         "path_attention.conversion.command",
         "ConvertFla",
         "MODEL: from flash-linear-attention's path_attn format, or to it",
+    ),
+    ("convert", "compare"): (
+        "path_attention.conversion.compare",
+        "CompareConversions",
+        "CONVERSION …: their losses by tokens and their reports, side by side",
     ),
     ("convert",): (
         "path_attention.conversion.command",

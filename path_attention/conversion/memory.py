@@ -83,7 +83,7 @@ def check_memory(
     is free there changes by the minute.
     """
     found = {name: estimate_memory(config, recipe, name, processes) for name, _ in recipe.stages()}
-    if processes.device.type == "cuda":
+    if processes.device.type == "cuda" and recipe.check_memory:
         there = torch.cuda.get_device_properties(processes.device).total_memory
         for name, estimate in found.items():
             refuse_too_much(name, estimate, there)
@@ -96,7 +96,7 @@ def refuse_too_much(stage: str, estimate: Estimate, there: int) -> None:
         raise ValueError(
             f"{stage}: expected a device of at least {estimate}, got one of "
             f"{there / 2**30:.1f} GiB. Spread it (parallel fsdp), lower micro_batch_tokens, "
-            "checkpoint activations, or train less ('attention', 'lora')"
+            "checkpoint activations, train less ('attention', 'lora'), or set check_memory to False"
         )
 
 

@@ -129,6 +129,8 @@ class ConversionRecipe:
         precision, parallel, activation_checkpointing, compile, device, seed, guard, checkpoint,
             log: as in `Recipe`.
         workers: threads that make rows.
+        check_memory: refuse a stage whose estimate (`memory`) is beyond the device; without, it is
+            told alone.
     """
 
     to: Target = "path"
@@ -151,6 +153,7 @@ class ConversionRecipe:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: int = 0
     workers: int = 2
+    check_memory: bool = True
     guard: GuardRecipe = field(default_factory=lambda: GuardRecipe(action="skip"))
     checkpoint: CheckpointRecipe = field(default_factory=CheckpointRecipe)
     log: LogRecipe = field(default_factory=LogRecipe)

@@ -9,6 +9,7 @@ from typing import Annotated
 import tyro
 
 from path_attention.training.corpus import CorpusRecipe, build
+from path_attention.training.export import export_step
 from path_attention.training.loop import Resume, train
 from path_attention.training.recipe import Recipe
 
@@ -52,3 +53,19 @@ class BuildCorpus:
     def run(self) -> None:
         build(self.corpus, self.out, self.overwrite)
         print(self.out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportCheckpoint:
+    """Write a checkpoint of a run as a model's folder, for `from_pretrained` and `convert`."""
+
+    run_folder: Annotated[Path, tyro.conf.Positional]
+    """The run's folder."""
+    out: Path
+    """A new folder."""
+    step: int | None = None
+    """Of the checkpoint; default: the latest. `--checkpoint.keep` of a run says how many stay."""
+
+    def run(self) -> None:
+        step = export_step(self.run_folder, self.step, self.out)
+        print(f"{self.out}: step {step}")

@@ -9,12 +9,15 @@ import platform
 import shlex
 import shutil
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from path_attention.training.corpus import TokenCorpus
 from path_attention.training.mixture import CorpusMixture
@@ -24,6 +27,8 @@ from path_attention.training.recipe import Recipe
 
 if TYPE_CHECKING:
     from path_attention.models import PathAttentionConfig
+
+MODEL_CONFIG = "model_config.json"  # of a run, from its start
 
 
 def export_model(
@@ -64,6 +69,52 @@ def export_model(
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def export_step(run: Path, step: int | None, out: Path) -> int:
+    """Write a checkpoint of a run as a model's folder, with the tokenizer if the run has one yet.
+
+    Args:
+        run: the run's folder.
+        step: of the checkpoint; None for the latest.
+        out: a new folder.
+
+    Returns:
+        The step.
+
+    Raises:
+        ValueError: no such checkpoint; one of a run that trained by another objective's parameters
+            (low-rank updates); `out` is there.
+    """
+    from path_attention.models import PathAttentionConfig, PathAttentionForCausalLM
+
+    found = {int(p.name.split("-")[1]): p for p in (run / "checkpoints").glob("step-*")}
+    if not found or (step is not None and step not in found):
+        raise ValueError(f"step: expected one of {sorted(found)} in {run}, got {step}")
+    if out.exists():
+        raise ValueError(f"out: expected a new folder, {out} is there")
+    step = max(found) if step is None else step
+    config = PathAttentionConfig.from_json_file(run / MODEL_CONFIG)
+    model = PathAttentionForCausalLM(config)
+    states = {"model": model.state_dict()}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            load(states, checkpoint_id=found[step], no_dist=True)
+    except (RuntimeError, CheckpointException) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"step: {found[step]} holds no whole model: {reason}") from error
+    model.load_state_dict(states["model"])
+    model.save_pretrained(out)
+    for source in (run / "model", run.parent / "start"):
+        if (source / "tokenizer_config.json").exists():
+            for path in source.iterdir():
+                if path.name not in ("config.json", "generation_config.json", "README.md") and (
+                    path.suffix != ".safetensors"
+                ):
+                    shutil.copy2(path, out / path.name)
+            break
+    return step
 
 
 def write_card(

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from path_attention.models import PathAttentionConfig
 from path_attention.training.checkpoint import Checkpoints
 from path_attention.training.corpus import TokenCorpus, build, summary
-from path_attention.training.export import export_model, write_card
+from path_attention.training.export import MODEL_CONFIG, export_model, write_card
 from path_attention.training.flops import peak_flops
 from path_attention.training.guard import Guard
 from path_attention.training.log import RunLog, read_log
@@ -63,9 +63,10 @@ def train(
 ) -> Outcome:
     """Train, or go on training, in folder `out`.
 
-    The folder gets recipe.json, log.jsonl, tensorboard/, checkpoints/ and, when the last step is
-    taken, model/ (for `from_pretrained`), card.json and README.md. SIGINT or SIGTERM saves a
-    checkpoint after the step at hand and returns; a second one ends the process at once.
+    The folder gets recipe.json, model_config.json, log.jsonl, tensorboard/, checkpoints/ and, when
+    the last step is taken, model/ (for `from_pretrained`), card.json and README.md. SIGINT or
+    SIGTERM saves a checkpoint after the step at hand and returns; a second one ends the process at
+    once.
 
     Args:
         recipe: what to do.
@@ -383,6 +384,7 @@ class _Run:
             return
         self.out.mkdir(parents=True, exist_ok=True)
         (self.out / "recipe.json").write_text(json.dumps(recipe.to_dict(), indent=1) + "\n")
+        self.config.to_json_file(self.out / MODEL_CONFIG)
         if recipe.log.progress:
             dtype = str(self.dtype).removeprefix("torch.")
             say(

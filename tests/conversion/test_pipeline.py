@@ -19,6 +19,7 @@ from path_attention.models import PathAttentionConfig, PathAttentionForCausalLM,
 from path_attention.models.loading import load_tokenizer
 from path_attention.results import read_result
 from path_attention.training.corpus import build_corpus
+from path_attention.training.log import read_log
 from path_attention.training.processes import Processes
 
 ALONE = Processes(0, 1, torch.device("cpu"))
@@ -257,3 +258,65 @@ def test_every_budget_is_a_recipe(name: str) -> None:
         assert made.rate(made.steps - 1) == pytest.approx(stage.final * stage.learning_rate)
     with pytest.raises(ValueError, match="^budget: expected one of"):
         budget("huge")
+
+
+def test_conversions_are_compared(converted, pretrained, paths, tmp_path, capsys) -> None:
+    recipe = replace(small_conversion(paths, start="one"), "pretraining", tokens=0)
+    convert(pretrained, recipe, tmp_path / "one")
+    command = ["convert", "compare", str(converted), str(tmp_path / "one")]
+    cli.main([*command, "--labels", "near", "one", "--points", "2", "--out", str(tmp_path / "c")])
+    rows = read_result(tmp_path / "c.json")["rows"]
+    assert (tmp_path / "c.png").stat().st_size > 1000
+    mine = [row for row in rows if row["conversion"] == "near" and row["stage"] == "logits"]
+    curve = [row for row in mine if row["by"] == "curve"]
+    losses = [
+        line["loss"] for line in read_log(converted / "logits" / "log.jsonl") if "loss" in line
+    ]
+    assert [row["tokens"] for row in curve] == [256, 512]
+    assert curve[0]["loss"] == pytest.approx(sum(losses[:2]) / 2)
+    (after,) = (row for row in mine if row["by"] == "model")
+    found = read_result(converted / "report.json")["rows"]
+    assert after["kl"] in [row["kl"] for row in found if row["stage"] == "logits"]
+    (tmp_path / "none").mkdir()
+    with pytest.raises(SystemExit):
+        cli.main(["convert", "compare", str(tmp_path / "none")])
+    assert "expected a finished one with a report" in capsys.readouterr().err
+
+
+def test_a_runs_checkpoints_are_exported_and_converted(corpora, tmp_path, capsys) -> None:
+    from path_attention.training.loop import train
+    from path_attention.training.recipe import DataRecipe, ModelRecipe, Recipe
+
+    small = small_conversion([corpus.path for corpus in corpora])
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    recipe = Recipe(
+        name="rope",
+        model=ModelRecipe(preset="rope", intermediate_size=32, tie_word_embeddings=True, **sizes),
+        data=DataRecipe(context_length=24, corpus=corpora[0].path),
+        steps=4,
+        batch_tokens=64,
+        precision="float32",
+        device="cpu",
+        checkpoint=small.checkpoint,
+        log=small.log,
+    )
+    train(recipe, tmp_path / "run")
+    for step in ("2", "4"):
+        cli.main(["export", str(tmp_path / "run"), "--step", step, "--out", str(tmp_path / step)])
+    assert same(tmp_path / "4", tmp_path / "run") and not same(tmp_path / "2", tmp_path / "4")
+    assert (tmp_path / "2" / "tokenizer.json").exists()
+    none = replace(replace(small, "attention", tokens=0), "logits", tokens=0)
+    none = dataclasses.replace(none, pretraining=dataclasses.replace(none.pretraining, tokens=0))
+    convert(tmp_path / "2", dataclasses.replace(none, to="path"), tmp_path / "path")
+    ours, theirs = (
+        load_model(tmp_path / "path").state_dict(),
+        load_model(tmp_path / "2").state_dict(),
+    )
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    for words, message in (
+        (["--step", "3", "--out", str(tmp_path / "x")], "step: expected one of [2, 4]"),
+        (["--out", str(tmp_path / "2")], "out: expected a new folder"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main(["export", str(tmp_path / "run"), *words])
+        assert message in capsys.readouterr().err

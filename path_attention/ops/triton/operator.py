@@ -54,12 +54,11 @@ from path_attention.ops.triton.transition import (
 
 # Heads are computed in parts, so that what a part needs stays bounded: of at most so many query
 # rows (tokens × heads), and of no more work (rows × length × head size) than keeps a device busy
-# while the host launches the next part.
+# while the host launches the next part. Of a call that is one part the blocks' solution is kept for
+# the backward pass (some 900 bytes a token and key head of 64, 1,700 of 128); of a longer one the
+# peak of memory counts for more than the time.
 _ROWS_AT_ONCE = 2**19
 _WORK_AT_ONCE = 2**39
-# Of no more rows of keys is the blocks' solution kept for the backward pass (some 900 bytes a row
-# for heads of 64, 1,700 for 128): above, the peak of memory counts for more than the time.
-_ROWS_KEPT = 2**19
 _PART = 64  # columns of a transition's gradient that the main loops form at once
 
 
@@ -92,10 +91,11 @@ def triton_attention(
     return out, lse
 
 
-def _keeps(q: Tensor, k: Tensor, *others: Tensor | None) -> bool:
-    tensors = (q, k, *(x for x in others if x is not None))
+def _keeps(q: Tensor, *others: Tensor | None) -> bool:
+    tensors = (q, *(x for x in others if x is not None))
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return wanted and q.shape[0] * q.shape[1] * k.shape[2] <= _ROWS_KEPT
+    B, T, HQ, D = q.shape
+    return wanted and B * T * HQ <= _ROWS_AT_ONCE and B * T * HQ * T * D <= _WORK_AT_ONCE
 
 
 @torch.library.custom_op("path_attention::triton", mutates_args=())

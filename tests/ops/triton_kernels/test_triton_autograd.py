@@ -197,12 +197,12 @@ def test_kept_blocks_are_the_ones_made_again(packing, encoding, monkeypatch):
     grads = []
     torch.use_deterministic_algorithms(True)
     try:
-        for rows in (2 * T, 2 * T - 1):
-            monkeypatch.setattr(operator, "_ROWS_KEPT", rows)
+        for rows in (4 * T, 4 * T - 1):
+            monkeypatch.setattr(operator, "_ROWS_AT_ONCE", rows)
             grads.append(torch.autograd.grad(call(*x, cu_seqlens=packing).sum(), x))
     finally:
         torch.use_deterministic_algorithms(False)
-    assert made == [False, False, True]
+    assert made == [False, False, False, True, True]  # two parts
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
