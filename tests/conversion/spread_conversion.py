@@ -1,4 +1,4 @@
-"""What `test_two_processes.py` runs under torchrun."""
+"""What `test_spread_conversion.py` runs under torchrun."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def paths(corpora) -> list[Path]:
 @pytest.fixture(scope="module")
 def runs(pretrained, paths, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("runs")
-    script = Path(__file__).with_name("two_processes.py")
+    script = Path(__file__).with_name("spread_conversion.py")
     result = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
          str(script), str(pretrained), str(out), *map(str, paths)],
