@@ -1,0 +1,1 @@
+"""Samples made here: RULER, BABILong-style chains, PhoneBook; with their metrics."""

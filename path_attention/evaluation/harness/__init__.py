@@ -1,0 +1,1 @@
+"""Suites of tasks run through lm-eval on any causal language model."""
