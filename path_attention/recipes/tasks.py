@@ -102,7 +102,7 @@ def flip_flop_search() -> Grid:
 
 def flip_flop() -> Grid:
     """PaTH on flip-flop: five seeds, 3 million sparse reads each."""
-    task = FlipFlop(sparse_sequences=500_000)
+    task = FlipFlop(sparse_sequences=860_000)
     return product([replace(flip_flop_recipe(), task=task)], seed=FIVE_SEEDS)
 
 
