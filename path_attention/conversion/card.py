@@ -27,8 +27,9 @@ def write_card(
         {"stage": name, "trained_tokens": stage.steps * stage.batch_tokens}
         for name, stage in recipe.stages()
     ]
+    name = Path(source).name if Path(source).exists() else source  # no path of this machine
     card = {
-        "teacher": source,
+        "teacher": name,
         "teacher_config": teacher.to_diff_dict(),
         "to": recipe.to,
         "start": recipe.start,

@@ -65,7 +65,8 @@ def test_it_leaves_a_model_a_report_and_a_card(converted, pretrained) -> None:
     assert models[2]["kl"] < models[0]["kl"]
     assert (converted / "report.png").stat().st_size > 1000
     card = (converted / "model" / "README.md").read_text()
-    for words in (str(pretrained), "path_fox", "near_zero", "logits 512", "the teacher |"):
+    assert str(pretrained) not in card
+    for words in (f"| {pretrained.name} |", "path_fox", "near_zero", "logits 512", "the teacher |"):
         assert words in card
     assert f"{models[-1]['perplexity']:.3f}" in card
 
