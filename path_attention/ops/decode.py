@@ -1,8 +1,9 @@
-"""Attention of a few queries to a cache of moved keys: the twin, in plain PyTorch, of a kernel.
+"""Attention of a few queries to a cache of moved keys: kernels on a GPU, or plain PyTorch.
 
 docs/algorithm.md §5. Keys stand at the end of their own unit and never change. A query meets them
 there: it moves back through the tail, through the groups behind the one it reads, and through the
-units behind the one it reads, by three small matrices whatever the length of the past.
+units behind the one it reads, by three small matrices whatever the length of the past. A static
+cache has one matrix for the last two, and its step is `decode_step`.
 """
 
 from __future__ import annotations
@@ -45,8 +46,130 @@ class Past(NamedTuple):
     decay: Tensor | None = None  # [B, HQ], Σ log_forget of the tail
 
 
+class DecodeState(NamedTuple):
+    """A layer's past in tensors of one size for good: what `decode_step` reads and changes.
+
+    N tokens of room in U units, a tail of the last incomplete unit in a ring of places; what none
+    of its encoding needs is None. Where nothing moves or fades there is no tail.
+    """
+
+    unit: int  # tokens of a unit
+    keys: Tensor  # [B, H, N, D]; of complete units at their ends
+    values: Tensor  # [B, H, N, DV]
+    seen: Tensor  # int32 [B], tokens so far
+    valid: Tensor | None  # uint8 [B, N], 0 where no query may look
+    ring: Tensor | None  # float32 [B, H, ring, DP], the tail's keys where the queries stand
+    ring_fade: Tensor | None  # float32 [B, HQ, ring], Σ log_forget from after each to there
+    tail: Tensor | None  # float32 [B, H, DP, DP], transition of the tail
+    tail_fade: Tensor | None  # float32 [B, HQ], Σ log_forget of the tail
+    product: Tensor | None  # float32 [B, U, H, D, D], transition of each unit
+    forget: Tensor | None  # float32 [B, U, HQ], Σ log_forget of each unit
+    high: Tensor | None  # [B, U, H, D, D], product of those behind each, as high + low
+    low: Tensor | None  # in float16; float32 and no low for float32 keys
+    fade: Tensor | None  # float32 [B, HQ, N], Σ log_forget from after each key to its unit's end
+    unit_fade: Tensor | None  # float32 [B, U, HQ], from a unit's end to the tail
+
+    @property
+    def has_tail(self) -> bool:
+        """Whether anything moves or fades."""
+        return self.product is not None or self.forget is not None
+
+    @property
+    def ring_size(self) -> int:
+        """Places of the tail: a unit's, and those of a chunk that completes it."""
+        return self.unit + 64
+
+    @property
+    def of_chunks(self) -> tuple[Tensor | None, ...]:
+        """What a chunk changes besides keys and values."""
+        tail = (self.valid, self.ring, self.ring_fade, self.tail, self.tail_fade)
+        return (*tail, self.product, self.forget)
+
+    @classmethod
+    def make(
+        cls, k: Tensor, v: Tensor, heads: int, room: int, unit: int, *, moves: bool, fades: bool
+    ) -> DecodeState:
+        """An empty one for keys and values like k `[B, T, H, D]`, v, and at least `room` tokens."""
+        (B, _, H, D), DV = k.shape, v.shape[3]
+        U = -(-room // unit)
+        wide, DP = k.new_zeros(0, dtype=torch.float32), max(64, 1 << (D - 1).bit_length())
+        half = torch.float32 if k.dtype == torch.float32 else torch.float16
+        ring, gates = unit + 64, (B, U, heads)
+        matrices = (B, U, H, D, D)
+        return cls(
+            unit,
+            k.new_zeros(B, H, U * unit, D),
+            v.new_zeros(B, H, U * unit, DV),
+            torch.zeros(B, dtype=torch.int32, device=k.device),
+            None,
+            wide.new_zeros(B, H, ring, DP) if moves else None,
+            wide.new_zeros(B, heads, ring) if fades else None,
+            wide.new_zeros(B, H, DP, DP) if moves else None,
+            wide.new_zeros(B, heads) if fades else None,
+            wide.new_zeros(matrices) if moves else None,
+            wide.new_zeros(gates) if fades else None,
+            wide.new_zeros(matrices, dtype=half) if moves else None,
+            wide.new_zeros(matrices, dtype=half) if moves and half != torch.float32 else None,
+            wide.new_zeros(B, heads, U * unit) if fades else None,
+            wide.new_zeros(gates) if fades else None,
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor by its name."""
+        named = self._asdict().items()
+        return {name: x for name, x in named if isinstance(x, Tensor)}
+
+
+STEP = 16  # tokens that `decode_step` takes at most
+
+
+def decode_step(
+    state: DecodeState,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor | None,
+    beta: Tensor | None,
+    log_forget: Tensor | None,
+    *,
+    valid: Tensor | None = None,
+    scale: float,
+) -> Tensor:
+    """Append a chunk of up to `STEP` tokens to a state, in place, and attend past and chunk.
+
+    Arguments as in `path_attention`; valid: bool `[B, T]`, False for padding, which must not move
+    or fade anything (β = 0, log_forget = 0) and is hidden from every query. Nothing waits for the
+    device, so that a CUDA graph can capture it. The caller minds the room. NVIDIA GPUs only.
+
+    Returns:
+        `[B, T, HQ, DV]` in q's dtype.
+    """
+    from path_attention.ops.triton.decode import triton_decode_step
+
+    return triton_decode_step(state, q, k, v, w, beta, log_forget, valid, scale)
+
+
+def triton_lacks(q: Tensor, v: Tensor) -> str | None:
+    """What the kernels would need for queries and values like these; None if they can run."""
+    if q.dtype == torch.float64:
+        return f"bfloat16, float16 or float32, got {q.dtype}"
+    from path_attention.ops.triton.device import device_lacks, largest_head_size
+
+    lacks = device_lacks(q.device.type, q.device.index)
+    if lacks is None:
+        largest = largest_head_size(q.device.type, q.device.index, q.dtype)
+        if max(q.shape[3], v.shape[3]) > largest:
+            return f"head sizes of at most {largest}, got D = {q.shape[3]} and DV = {v.shape[3]}"
+    return lacks
+
+
 def decode_attention(
-    q: Tensor, past: Past, *, scale: float, elapsed: Tensor | None = None
+    q: Tensor,
+    past: Past,
+    *,
+    scale: float,
+    elapsed: Tensor | None = None,
+    implementation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of a chunk's queries to a past, without the chunk itself.
 
@@ -60,6 +183,8 @@ def decode_attention(
         past: keys of any dtype; HQ is a multiple of their H.
         scale: of the products, not of the gates.
         elapsed: Σ log_forget from the chunk's start to each query, `[B, T, HQ]`, or None.
+        implementation: "torch" (any device) or "triton" (NVIDIA GPUs, not float64); None is
+            "triton" on a GPU where it can run, else "torch".
 
     Returns:
         out `[B, T, HQ, DV]` and its log-sum-exp `[B, T, HQ]`, in float32 (float64 for a float64 q).
@@ -70,6 +195,10 @@ def decode_attention(
     B, T, HQ = q.shape[:3]
     if not sources:
         raise ValueError("past: expected keys to attend, got none")
+    if _choose(implementation, q, sources[0].values) == "triton":
+        from path_attention.ops.triton.decode import triton_decode
+
+        return triton_decode(q.float(), past, scale, elapsed)
     out = q.new_zeros(B, T, HQ, sources[0].values.shape[3], dtype=dtype)
     lse = q.new_full((B, T, HQ), -torch.inf, dtype=dtype)
     q = q.to(dtype) * scale
@@ -83,6 +212,19 @@ def decode_attention(
     for group in past.groups:
         out, lse = _attend_group(out, lse, q, group, elapsed)
     return out, lse
+
+
+def _choose(implementation: str | None, q: Tensor, v: Tensor) -> str:
+    if implementation is None:
+        return "triton" if q.device.type == "cuda" and triton_lacks(q, v) is None else "torch"
+    if implementation not in ("torch", "triton"):
+        raise ValueError(
+            f"implementation: expected 'torch', 'triton' or None, got {implementation!r}"
+        )
+    lacks = triton_lacks(q, v) if implementation == "triton" else None
+    if lacks is not None:
+        raise ValueError(f"implementation: expected {lacks} with 'triton'")
+    return implementation
 
 
 def decode_stick_breaking(
@@ -103,8 +245,8 @@ def decode_stick_breaking(
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     H = groups[0].keys.shape[2]
-    rest = _by_key_head(log_remaining.to(dtype)[..., None], H)  # [B, H, T·G, 1]
-    x = _by_key_head(q.to(dtype) * scale, H)
+    rest = by_key_head(log_remaining.to(dtype)[..., None], H)  # [B, H, T·G, 1]
+    x = by_key_head(q.to(dtype) * scale, H)
     out = x.new_zeros(*x.shape[:3], groups[0].values.shape[3])
     for group in reversed(groups):
         for units, tokens in reversed(list(_pieces(group, x))):
@@ -132,7 +274,7 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Ten
 def move_back(q: Tensor, transition: Tensor) -> Tensor:
     """P q of queries `[B, T, HQ, D]`, with the transition `[B, H, D, D]` of their key head."""
     H = transition.shape[1]
-    return _by_query_head(_by_key_head(q, H) @ transition.to(q.dtype).mT, q.shape[1])
+    return _by_query_head(by_key_head(q, H) @ transition.to(q.dtype).mT, q.shape[1])
 
 
 def _attend_group(
@@ -143,8 +285,8 @@ def _attend_group(
         q = move_back(q, group.after)
     if elapsed is not None and group.after_decay is not None:
         elapsed = elapsed + group.after_decay[:, None]
-    x = _by_key_head(q, H)
-    started = None if elapsed is None else _by_key_head(elapsed[..., None], H)[:, :, None]
+    x = by_key_head(q, H)
+    started = None if elapsed is None else by_key_head(elapsed[..., None], H)[:, :, None]
     for units, tokens in _pieces(group, x):
         k, v, valid = _read(group, units, tokens, q.dtype)  # [B, H, U, n, ·]
         moved = x[:, :, None]
@@ -222,11 +364,11 @@ def _rows(x: Tensor, rows: Tensor | None) -> Tensor:
     return x if rows is None else x.index_select(0, rows)
 
 
-def _by_key_head(x: Tensor, H: int) -> Tensor:
+def by_key_head(x: Tensor, H: int) -> Tensor:
     """`[B, T, H·G, E]` → `[B, H, T·G, E]`."""
     return x.unflatten(2, (H, -1)).transpose(1, 2).flatten(2, 3)
 
 
 def _by_query_head(x: Tensor, T: int) -> Tensor:
-    """The inverse of `_by_key_head`."""
+    """The inverse of `by_key_head`."""
     return x.unflatten(2, (T, -1)).transpose(1, 2).flatten(2, 3)

@@ -3,7 +3,7 @@
     python compile_kernels.py 90:64:path_fox:bfloat16:232448 …
 
 Each argument is a compute capability, a head size, an encoding ("stick": the stick-breaking
-kernels), a dtype and the shared memory (bytes) that tiles are chosen for. One line of JSON a
+kernels; "decode_path_fox" and so on: a step of decoding), a dtype and the shared memory (bytes) that tiles are chosen for. One line of JSON a
 kernel: its name, shared memory and stack (where registers spill to) in bytes, or the compiler's
 error. A run on CPU tensors, whose launches are recorded and not made, says which kernels there are
 and what they are specialised for. It wants a process of its own: kernels that were decorated for
@@ -27,7 +27,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from path_attention.ops.triton import call, move, operator, ranges, stick_breaking
+from path_attention.ops.decode import DecodeState
+from path_attention.ops.triton import call, decode, move, operator, ranges, stick_breaking
 
 TYPES = {
     torch.bfloat16: "bf16",
@@ -98,6 +99,13 @@ def launches(D: int, encoding: str, dtype: torch.dtype, shared_memory: int, seen
         stick_breaking._backward(out, rest, q, k, v, out, rest, low, 0.1, None)
         return
     call._shared_memory = lambda device: shared_memory
+    if encoding.startswith("decode_"):
+        q, k, v, w, beta, gate = encoded(encoding.removeprefix("decode_"), 1, heads=(4, 2), size=(D, D))
+        q, k, v = (x.to(dtype) for x in (q, k, v))
+        kinds = {"moves": w is not None, "fades": gate is not None}
+        state = DecodeState.make(k, v, 4, 16384, 8 * D, **kinds)
+        decode.triton_decode_step(state, q, k, v, w, beta, gate, None, 0.1)
+        return
     x = encoded(encoding, 512, heads=(4, 2), size=(D, D))
     x = [*x.to(dtype)[:3], *x[3:]]
     out, *rest = operator._forward(*x, 0.1, None, False)
@@ -106,6 +114,7 @@ def launches(D: int, encoding: str, dtype: torch.dtype, shared_memory: int, seen
 
 def main() -> None:
     seen: list = []
+    record(decode, seen)
     record(move, seen)
     record(operator, seen)
     record(ranges, seen)
