@@ -53,6 +53,41 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
         "MergeSeeds",
         "RESULT …: one result and figure from the evaluations of several seeds",
     ),
+    ("evaluate", "zero_shot"): (
+        "path_attention.evaluation.harness.command",
+        "EvaluateZeroShot",
+        "MODEL …: WikiText, LAMBADA, PIQA, HellaSwag, WinoGrande, ARC",
+    ),
+    ("evaluate", "maths_and_code"): (
+        "path_attention.evaluation.harness.command",
+        "EvaluateMathsAndCode",
+        "MODEL …: GSM8K, MATH, HumanEval, MBPP, MBPP+, MMLU, GPQA",
+    ),
+    ("evaluate", "ruler"): (
+        "path_attention.evaluation.harness.command",
+        "EvaluateRuler",
+        "MODEL …: RULER's thirteen tasks at given lengths",
+    ),
+    ("evaluate", "babilong"): (
+        "path_attention.evaluation.harness.command",
+        "EvaluateBabilong",
+        "MODEL …: facts hidden in background text at given lengths",
+    ),
+    ("evaluate", "phonebook"): (
+        "path_attention.evaluation.harness.command",
+        "EvaluatePhoneBook",
+        "MODEL …: one number of a telephone book at given lengths",
+    ),
+    ("evaluate", "longbench_e"): (
+        "path_attention.evaluation.harness.command",
+        "EvaluateLongBench",
+        "MODEL …: LongBench-E by buckets of length",
+    ),
+    ("evaluate", "fetch"): (
+        "path_attention.evaluation.harness.command",
+        "FetchData",
+        "SUITE …: data sets into a folder, with sizes and hashes",
+    ),
     ("task", "run", "flip_flop"): (
         "path_attention.recipes.tasks_command",
         "RunFlipFlop",
@@ -146,7 +181,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ImportError as error:
         if os.environ.get("PATH_ATTENTION_TRACEBACK") == "1":
             raise
-        _fail(f"{error}; `pip install 'path-attention[train]'` brings what the commands need")
+        extra = "evaluate" if "lm_eval" in str(error) else "train"
+        _fail(f"{error}; `pip install 'path-attention[{extra}]'` brings what the commands need")
 
 
 def _run(words: list[str]) -> None:

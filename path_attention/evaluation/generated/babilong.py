@@ -76,8 +76,7 @@ def babilong_sample(
         places = np.sort(rng.random(len(facts))) * (sentences + 1)
         hay = background.draw(rng, sentences)
         context = " ".join(insert(hay, facts, places.astype(int).tolist()))
-        prompt = babilong_prompt(PROMPTS[task], context, question)
-        return Sample(prompt, "Answer:", (answer,), _NEW_TOKENS, length, question)
+        return published_sample(task, length, context, question, answer)
 
     if length == 0:
         return build(0)
@@ -97,3 +96,9 @@ def babilong_prompt(prompt: Prompt, context: str, question: str) -> str:
         f"Question: {question}",
     )
     return "\n".join(parts)
+
+
+def published_sample(task: str, length: int, context: str, question: str, answer: str) -> Sample:
+    """A sample of the published data set in the same form."""
+    prompt = babilong_prompt(PROMPTS[task], context, question)
+    return Sample(prompt, "Answer:", (answer,), _NEW_TOKENS, length, question, "\n")

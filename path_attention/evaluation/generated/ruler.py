@@ -90,7 +90,10 @@ def ruler_sample(
         build, least = _frequent_words(seed, length), 30
     else:
         build, least = _documents(seed, length, questions), 0
-    return fill(build, count_tokens, least=least, most=_MOST_UNITS)
+    try:
+        return fill(build, count_tokens, least=least, most=_MOST_UNITS)
+    except ValueError as error:
+        raise ValueError(f"{error} (of {task})") from error
 
 
 def _draw(rng: np.random.Generator, kind: str, count: int, background: Background) -> list[str]:

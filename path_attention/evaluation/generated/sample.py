@@ -20,6 +20,7 @@ class Sample:
         new_tokens: the most that an answer may have.
         length: the context asked for: prompt, prefix and answer together fit into it.
         question: what is asked, where the metric reads it.
+        delimiter: between prompt and prefix.
     """
 
     prompt: str
@@ -28,11 +29,12 @@ class Sample:
     new_tokens: int
     length: int
     question: str = ""
+    delimiter: str = " "
 
     @property
     def text(self) -> str:
         """Prompt and prefix, as a model without a chat template reads them."""
-        return f"{self.prompt} {self.prefix}" if self.prefix else self.prompt
+        return f"{self.prompt}{self.delimiter}{self.prefix}" if self.prefix else self.prompt
 
     def as_row(self) -> dict[str, Any]:
         """A flat row for a data set."""

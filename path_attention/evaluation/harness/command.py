@@ -1,0 +1,280 @@
+"""`path-attention evaluate SUITE MODEL …`: models side by side on a suite of tasks."""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import tyro
+
+from path_attention.evaluation.perplexity_by_length import (
+    choose_device,
+    name_models,
+    parse_lengths,
+)
+from path_attention.models.loading import load_model, load_tokenizer, model_folder
+from path_attention.results import device_name, make_result, versions, write_result
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from path_attention.evaluation.harness.language_model import CausalLM
+    from path_attention.evaluation.harness.suites import Planned, Sources
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _EvaluateSuite:
+    """Writes OUT/SUITE.json (rows with intervals), and for each model OUT/MODEL/SUITE.samples.jsonl
+    (every prompt, answer and score) and OUT/MODEL/answers.jsonl (by which an interrupted run goes
+    on where it was, with the same numbers).
+    """
+
+    suite: ClassVar[str]
+    models: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Folders of finished runs, or of any transformers causal language model with its tokenizer."""
+    out: Path = Path("runs/evaluation")
+    """The folder of results; several suites may share it."""
+    labels: tuple[str, ...] = ()
+    """A name for each model; default: the folder's."""
+    tasks: tuple[str, ...] = ()
+    """Columns of the suite to do; default: all."""
+    data_dir: Path | None = None
+    """A folder of fetched data sets (`path-attention evaluate fetch`); default: the hub."""
+    limit: int | None = None
+    """Documents of each task, from the first on; default: all."""
+    context: int | None = None
+    """The most tokens that a request may have, answer included; default: what the model was trained
+    at, and no limit for samples that are made to --lengths."""
+    truncate: Literal["no", "left", "middle"] = "no"
+    """What to do with longer ones: refuse, keep the end, or keep both ends (as LongBench does)."""
+    chat: bool = False
+    """Wrap prompts in the tokenizer's chat template."""
+    add_bos: bool = False
+    """Start each text with the tokenizer's beginning-of-text token."""
+    batch_size: int | None = None
+    """Rows read at once; default: as many as fit, found by trying."""
+    piece: int = 2048
+    """Tokens of a row read at once; bounds memory, whatever the length."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights and activations."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1 …; auto takes a GPU where there is one."""
+    seed: int = 0
+    """Of generated samples and of the bootstrap."""
+
+    def run(self) -> None:
+        from transformers.utils.logging import disable_progress_bar
+
+        from path_attention.evaluation.harness.table import print_scores
+        from path_attention.evaluation.table import show_progress
+
+        disable_progress_bar()
+        models = name_models(self.models, self.labels)
+        device = choose_device(self.device)
+        plans = self._plan(models)
+        rows = []
+        with show_progress() as progress:
+            for label, folder in models.items():
+                rows += self._evaluate(label, folder, plans[label], device, progress)
+        result = make_result(
+            what=f"Scores of the suite {self.suite}: low and high are the ends of 95 % intervals "
+            "(Wilson's for shares, else the bootstrap over documents); longest is the most tokens "
+            "that a request was read with, answer included, and cut how many were shortened",
+            rows=rows,
+            device=device,
+        )
+        write_result(self.out / f"{self.suite}.json", result)
+        print_scores(self.suite, rows)
+        print(f"wrote {self.out / self.suite}.json")
+
+    def _plan(self, models: dict[str, Path]) -> dict[str, list[Planned]]:
+        """Each model's tasks, with all their data, before any model is loaded."""
+        from path_attention.evaluation.harness.suites import SUITES
+
+        suite = SUITES[self.suite]
+        plans: dict[str, list[Planned]] = {}
+        for label, folder in models.items():
+            tokenizer = load_tokenizer(folder)
+            if tokenizer.eos_token_id is None:  # pyright: ignore[reportAttributeAccessIssue]
+                raise ValueError(
+                    f"models: expected a tokenizer with an end of text, {label} has none"
+                )
+            if plans and not suite.generated:
+                plans[label] = next(iter(plans.values()))
+            else:
+                plans[label] = suite.plan(self._sources(tokenizer))
+        return plans
+
+    def _sources(self, tokenizer: PreTrainedTokenizerBase) -> Sources:
+        from path_attention.evaluation.harness.data import loader
+        from path_attention.evaluation.harness.suites import Sources
+
+        def count_tokens(text: str) -> int:
+            return len(tokenizer.encode(text, add_special_tokens=False)) + self.add_bos
+
+        return Sources(
+            load=loader(self.data_dir),
+            count_tokens=count_tokens,
+            tasks=self.tasks,
+            seed=self.seed,
+            **self._generated(),
+        )
+
+    def _generated(self) -> dict[str, Any]:
+        return {}
+
+    def _evaluate(
+        self, label: str, folder: Path, planned: list[Planned], device: str, progress: Progress
+    ) -> list[dict[str, Any]]:
+        import torch
+
+        from path_attention.evaluation.harness.run import answer_tasks, make_rows, write_samples
+        from path_attention.evaluation.harness.suites import SUITES
+
+        model = load_model(folder, dtype=getattr(torch, self.dtype))
+        model.to(torch.device(device))  # type: ignore[arg-type]
+        lm = self._language_model(label, folder, model, device, progress)
+        scored = answer_tasks(lm, planned, limit=self.limit, chat=self.chat)
+        write_samples(self.out / label / f"{self.suite}.samples.jsonl", scored)
+        rows = make_rows(label, lm, SUITES[self.suite], scored, self.seed)
+        trained = _trained_at(folder)
+        del model, lm
+        gc.collect()
+        return [{**row, "trained_at": trained, "dtype": self.dtype} for row in rows]
+
+    def _language_model(
+        self, label: str, folder: Path, model: PreTrainedModel, device: str, progress: Progress
+    ) -> CausalLM:
+        from path_attention.evaluation.harness.answers import Answers
+        from path_attention.evaluation.harness.language_model import CausalLM
+        from path_attention.evaluation.harness.suites import SUITES
+        from path_attention.models.prefix_store import fingerprint
+
+        identity = {
+            "weights": fingerprint(model),
+            "dtype": self.dtype,
+            "device": device_name(device),
+            "versions": {**versions(), "lm-eval": importlib.metadata.version("lm-eval")},
+        }
+        context = self.context
+        if context is None and not SUITES[self.suite].generated:
+            context = _trained_at(folder)
+        return CausalLM(
+            model,
+            load_tokenizer(folder, model),
+            context=context,
+            truncate=self.truncate,
+            batch_size=self.batch_size,
+            answers=Answers(self.out / label / "answers.jsonl", identity),
+            add_bos=self.add_bos,
+            piece=self.piece,
+            progress=lambda what, done, total: progress(f"{label}: {what}", done, total),
+        )
+
+
+def _trained_at(folder: Path) -> int | None:
+    config = json.loads((model_folder(folder) / "config.json").read_text(encoding="utf-8"))
+    return config.get("max_position_embeddings") or config.get("n_positions")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateZeroShot(_EvaluateSuite):
+    """WikiText, LAMBADA, PIQA, HellaSwag, WinoGrande, ARC: the columns of the paper's table."""
+
+    suite = "zero_shot"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateMathsAndCode(_EvaluateSuite):
+    """GSM8K, MATH, HumanEval, MBPP, MBPP+, MMLU, GPQA; generated code runs in a sandbox."""
+
+    suite = "maths_and_code"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateLongBench(_EvaluateSuite):
+    """LongBench-E without its passage tasks, by buckets of each document's own length."""
+
+    suite = "longbench_e"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _EvaluateGenerated(_EvaluateSuite):
+    lengths: str = ""
+    """Tokens of context, answer included, with commas between; default: the paper's."""
+    samples: int = 100
+    """Samples of each task and length."""
+    background: tuple[str, ...] = ()
+    """Text that facts are hidden in: files, folders, globs, or "stdlib"; default: the published
+    one, from --data-dir or the hub."""
+
+    def _generated(self) -> dict[str, Any]:
+        from path_attention.evaluation.generated.background import Background
+        from path_attention.evaluation.harness.suites import SUITES
+        from path_attention.training.sources import Documents
+
+        background = None
+        if self.background:
+            background = Background.from_texts(text for _, text in Documents(self.background))
+        if self.samples < 1:
+            raise ValueError(f"samples: expected at least 1, got {self.samples}")
+        lengths = parse_lengths(self.lengths) if self.lengths else SUITES[self.suite].lengths
+        return {"background": background, "samples": self.samples, "lengths": lengths}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateRuler(_EvaluateGenerated):
+    """RULER: thirteen tasks at each length."""
+
+    suite = "ruler"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateBabilong(_EvaluateGenerated):
+    """BABILong: ten kinds of question over facts in background text; length 0 is facts alone."""
+
+    suite = "babilong"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatePhoneBook(_EvaluateGenerated):
+    """PhoneBook: one number of a telephone book at each length."""
+
+    suite = "phonebook"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchData:
+    """Fetch the data sets of suites from the hub into a folder, with their sizes and hashes."""
+
+    suites: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """Names of suites, as ruler or zero_shot."""
+    data_dir: Path
+    """The folder, for --data-dir of the others."""
+
+    def run(self) -> None:
+        from functools import partial
+
+        from path_attention.evaluation.harness.data import fetch
+        from path_attention.evaluation.harness.suites import SUITES, Sources
+
+        unknown = sorted(set(self.suites) - set(SUITES))
+        if unknown or not self.suites:
+            raise ValueError(f"suites: expected of {sorted(SUITES)}, got {list(self.suites)}")
+        for name in self.suites:
+            suite = SUITES[name]
+            sources = Sources(
+                load=partial(fetch, self.data_dir),
+                count_tokens=lambda text: len(text) // 4,
+                samples=1,
+                lengths=suite.lengths,
+            )
+            planned = suite.plan(sources)
+            print(f"{name}: {len(planned)} tasks in {self.data_dir}")
