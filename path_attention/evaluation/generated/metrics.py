@@ -34,7 +34,8 @@ def names_the_target(answer: str, target: str, question: str, labels: Iterable[s
     """BABILong's: the target is the only label in the answer's first sentence.
 
     Labels that stand in the question do not count. A target of several, as "apple,milk", must be
-    named whole and alone. lm-eval 0.4.13 asks only that the target stands anywhere.
+    named whole and alone; a label inside a longer one that is named, as "one" in "none", is not.
+    lm-eval 0.4.13 asks only that the target stands anywhere.
 
     Source: babilong/metrics.py of booydar/babilong.
 
@@ -46,7 +47,11 @@ def names_the_target(answer: str, target: str, question: str, labels: Iterable[s
     """
     said = answer.lower().split(".")[0].split("<context>")[0].split("<example>")[0]
     asked = question.lower()
-    named = {label.lower() for label in labels if label.lower() in said}
+    named = set()
+    for label in sorted((label.lower() for label in labels), key=len, reverse=True):
+        if label in said:
+            named.add(label)
+            said = said.replace(label, " ")
     named -= {label for label in named if label in asked}
     return float(named == set(target.lower().split(",")))
 

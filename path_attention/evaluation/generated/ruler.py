@@ -80,6 +80,7 @@ def ruler_sample(
     if task not in TASKS:
         raise ValueError(f"task: expected one of {list(TASKS)}, got {task!r}")
     build: Callable[[int], Sample]
+    most = len(background.words) if task == "cwe" else _MOST_UNITS
     if task in NEEDLES:
         build, least = _needles(NEEDLES[task], seed, length, background), 0
     elif task == "vt":
@@ -91,9 +92,9 @@ def ruler_sample(
     else:
         build, least = _documents(seed, length, questions), 0
     try:
-        return fill(build, count_tokens, least=least, most=_MOST_UNITS)
+        return fill(build, count_tokens, least=least, most=most)
     except ValueError as error:
-        raise ValueError(f"{error} (of {task})") from error
+        raise ValueError(f"{error}, asked by {task}") from error
 
 
 def _draw(rng: np.random.Generator, kind: str, count: int, background: Background) -> list[str]:
