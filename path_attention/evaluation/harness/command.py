@@ -56,8 +56,8 @@ class _EvaluateSuite:
     """What to do with longer ones: refuse, keep the end, or keep both ends (as LongBench does)."""
     chat: bool = False
     """Wrap prompts in the tokenizer's chat template."""
-    add_bos: bool = False
-    """Start each text with the tokenizer's beginning-of-text token."""
+    add_bos: bool | None = None
+    """Start each text with the beginning-of-text token; default: as the tokenizer does."""
     batch_size: int | None = None
     """Rows read at once; default: as many as fit, found by trying."""
     piece: int = 2048
@@ -114,10 +114,13 @@ class _EvaluateSuite:
 
     def _sources(self, tokenizer: PreTrainedTokenizerBase) -> Sources:
         from path_attention.evaluation.harness.data import loader
+        from path_attention.evaluation.harness.language_model import starts_texts
         from path_attention.evaluation.harness.suites import Sources
 
+        starts = starts_texts(tokenizer) if self.add_bos is None else self.add_bos
+
         def count_tokens(text: str) -> int:
-            return len(tokenizer.encode(text, add_special_tokens=False)) + self.add_bos
+            return len(tokenizer.encode(text, add_special_tokens=False)) + starts
 
         return Sources(
             load=loader(self.data_dir),

@@ -57,15 +57,16 @@ class CausalLM(TemplateLM):
         truncate: Truncate = "no",
         batch_size: int | None = None,
         answers: Answers | None = None,
-        add_bos: bool = False,
+        add_bos: bool | None = None,
         piece: int = PIECE,
         progress: Progress = lambda label, done, total: None,
     ) -> None:
-        """add_bos: start each text with the tokenizer's beginning-of-text token."""
+        """add_bos: start texts with the beginning-of-text token; None: as the tokenizer does."""
         super().__init__()
         self.model, self.tokenizer = model, tokenizer
         self.context, self.truncate, self.piece = context, truncate, piece
-        self.add_bos, self.progress = add_bos, progress
+        self.add_bos = starts_texts(tokenizer) if add_bos is None else add_bos
+        self.progress = progress
         self.answers = Answers(None, {}) if answers is None else answers
         self.contexts: defaultdict[str, Context] = defaultdict(Context)
         ends: Any = getattr(model.generation_config, "eos_token_id", None)
@@ -148,7 +149,11 @@ class CausalLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """log p of each text, in windows of the context that follow one another (lm-eval's)."""
+        """log p of each text, in windows of the context that follow one another.
+
+        The windows are lm-eval's. It adds a tokenizer's beginning-of-text token to the text and
+        counts how likely that one is too; here it is context alone.
+        """
         rows: list[Row] = []
         owners: list[int] = []
         for n, request in enumerate(requests):
@@ -277,6 +282,12 @@ class CausalLM(TemplateLM):
 
 
 register_model("path_attention")(CausalLM)
+
+
+def starts_texts(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a tokenizer by itself starts each text with its beginning-of-text token."""
+    first: Any = tokenizer.bos_token_id  # pyright: ignore[reportAttributeAccessIssue]
+    return first is not None and tokenizer.encode("a")[:1] == [first]
 
 
 def _arguments(request: Instance) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import datasets
@@ -155,13 +156,18 @@ def longbench_e(sources: Sources) -> list[Planned]:
 
 def _from_lm_eval(columns: Mapping[str, tuple[str, ...]], sources: Sources) -> list[Planned]:
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    manager = TaskManager()
+    manager = _task_manager()
     planned = []
     with tasks_load_by(sources.load):
         for column, metrics in columns.items():
             tasks: Any = manager.load([column])["tasks"]
             planned += [Planned(task, column, metrics) for task in tasks.values()]
     return planned
+
+
+@cache
+def _task_manager() -> TaskManager:
+    return TaskManager()  # it reads some ten thousand files
 
 
 def phonebook(sources: Sources) -> list[Planned]:

@@ -1,0 +1,315 @@
+"""Suites from a shell: scores are lm-eval's own, whatever the batch, and after a kill."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+pytest.importorskip("lm_eval")
+
+import datasets
+from lm_eval import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+
+from path_attention import cli
+from path_attention.evaluation.harness import data, language_model, suites
+from path_attention.evaluation.harness.code_tasks import CODE_TASKS
+from path_attention.models import PathAttentionConfig, PathAttentionForCausalLM
+from path_attention.models.loading import load_model, load_tokenizer
+from path_attention.results import read_result
+from path_attention.training.corpus import build_corpus
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+WORDS = [a + v + b for a in "bdk" for v in "aeiou" for b in "lmt"]
+CONTEXT = 200  # tokens, so that WikiText's documents take several windows
+
+
+def sentence(rng: random.Random, words: int = 8) -> str:
+    return " ".join(rng.choices(WORDS, k=words))
+
+
+def rows_of_zero_shot() -> dict[tuple[str, str | None], dict[str, list[dict]]]:
+    """Data sets of zero_shot's form, made up."""
+    rng = random.Random(0)
+    n = range(6)
+    choices = {"text": [sentence(rng, 2) for _ in range(4)], "label": list("ABCD")}
+    arc = [{"question": sentence(rng), "choices": choices, "answerKey": "C"} for _ in n]
+    piqa = [
+        {"goal": sentence(rng), "sol1": sentence(rng), "sol2": sentence(rng), "label": i % 2}
+        for i in n
+    ]
+    hella = [
+        {
+            "activity_label": "Walking",
+            "ctx_a": sentence(rng),
+            "ctx_b": "he",
+            "endings": [sentence(rng) for _ in range(4)],
+            "label": str(i % 4),
+        }
+        for i in n
+    ]
+    wino = [
+        {"sentence": f"{sentence(rng)} _ {sentence(rng)}", "option1": "a", "option2": "b"}
+        | {"answer": str(1 + i % 2)}
+        for i in n
+    ]
+    wiki = [{"page": f" = Title = \n {sentence(rng, 150)} @-@ {sentence(rng)} \n"} for _ in n]
+    return {
+        ("EleutherAI/wikitext_document_level", "wikitext-2-raw-v1"): dict.fromkeys(
+            ("train", "test"), wiki
+        ),
+        ("EleutherAI/lambada_openai", "default"): {"test": [{"text": sentence(rng)} for _ in n]},
+        ("baber/piqa", None): {"train": piqa, "validation": piqa},
+        ("Rowan/hellaswag", None): {"train": hella, "validation": hella},
+        ("allenai/winogrande", "winogrande_xl"): {"train": wino, "validation": wino},
+        ("allenai/ai2_arc", "ARC-Easy"): {"train": arc, "validation": arc, "test": arc},
+        ("allenai/ai2_arc", "ARC-Challenge"): {"train": arc, "validation": arc, "test": arc},
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("suites")
+    rng = random.Random(1)
+    text = " ".join(f"{sentence(rng).capitalize()}." for _ in range(400))
+    (folder / "text.txt").write_text(text)
+    corpus = build_corpus(
+        str(folder / "text.txt"), folder / "corpus", vocab_size=300, heldout_fraction=0.0,
+        progress=False,
+    )  # fmt: skip
+    tokenizer = corpus.tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    torch.manual_seed(0)
+    sizes = {"vocab_size": corpus.vocab_size, "intermediate_size": 32, **SIZES}
+    shared = {"max_position_embeddings": CONTEXT, "initializer_range": 0.2, **sizes}
+    for name, model in {
+        "path": PathAttentionForCausalLM(PathAttentionConfig.from_preset("path", **shared)),
+        "llama": LlamaForCausalLM(LlamaConfig(**shared)),
+    }.items():
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as `evaluate fetch` writes it, from data sets that a stand-in for the hub has."""
+    target = tmp_path_factory.mktemp("data")
+    hub = rows_of_zero_shot()
+
+    def load(path: str, name: str | None = None, **kwargs: object):
+        found = hub[path, name]
+        return datasets.DatasetDict({s: datasets.Dataset.from_list(r) for s, r in found.items()})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "_FROM_HUB", load)
+        patch.setattr(data, "ROWS", {})
+        cli.main(["evaluate", "fetch", "zero_shot", "--data-dir", str(target)])
+    return target
+
+
+def evaluate(suite: str, out: Path, *options: str) -> list[dict]:
+    cli.main(["evaluate", suite, "--out", str(out), "--device", "cpu", *options])
+    return read_result(out / f"{suite}.json")["rows"]
+
+
+def failure(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(list(words))
+    assert stopped.value.code == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert len(lines) == 1
+    return lines[0]
+
+
+def scores(rows: list[dict]) -> dict[tuple, float]:
+    return {(r["model"], r["column"], r["length"], r["metric"]): r["score"] for r in rows}
+
+
+def test_zero_shot_is_lm_evals_own(folder, data_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "ROWS", {})
+    both = [str(folder / "llama"), str(folder / "path")]
+    rows = evaluate("zero_shot", tmp_path, *both, "--data-dir", str(data_dir))
+    assert {row["model"] for row in rows} == {"llama", "path"}
+    wikitext = next(row for row in rows if row["column"] == "wikitext")
+    assert wikitext["context"] == wikitext["longest"] == CONTEXT and wikitext["cut"] == 0
+    load = data.loader(data_dir)
+    for name in ("llama", "path"):
+        model = load_model(folder / name, dtype=torch.float32)
+        plan = suites.zero_shot(suites.Sources(load=load, count_tokens=len))
+        theirs: dict = {}
+        for rolling in (True, False):  # where texts are rolled over, it scores their start too
+            bos = {"add_bos_token": False} if rolling else {}
+            own = HFLM(pretrained=model, tokenizer=load_tokenizer(folder / name), **bos)
+            tasks = [p.task for p in plan if (p.name == "wikitext") == rolling]
+            theirs |= simple_evaluate(model=own, tasks=tasks, bootstrap_iters=0)["results"]
+        mine = scores([row for row in rows if row["model"] == name])
+        for planned in plan:
+            for metric in planned.metrics or ():
+                expected = theirs[planned.name][f"{metric},none"]
+                found = mine[name, planned.column, None, metric]
+                assert found == pytest.approx(expected, rel=1e-4, abs=1e-6), planned.name
+    mean = next(row for row in rows if row["metric"] == "mean")
+    assert mean["column"] == "mean of 6" and mean["low"] < mean["score"] < mean["high"]
+
+
+def test_batch_piece_and_a_kill_change_nothing(folder, tmp_path, monkeypatch, capsys):
+    words = [str(folder / "path"), str(folder / "llama"), "--background", str(folder / "text.txt")]
+    words += ["--lengths", "1200,1500", "--samples", "3", "--tasks", "qa1", "qa4"]
+    first = evaluate("babilong", tmp_path / "a", *words, "--batch-size", "1")
+    second = evaluate("babilong", tmp_path / "b", *words, "--batch-size", "16", "--piece", "64")
+    assert first == second and len(first) == 8
+
+    def texts(out: Path) -> list[str]:
+        return [(out / name / "babilong.samples.jsonl").read_text() for name in ("path", "llama")]
+
+    assert texts(tmp_path / "a") == texts(tmp_path / "b")
+    line = json.loads(texts(tmp_path / "a")[0].splitlines()[0])
+    assert line["prompt"].endswith("?\nAnswer:") and set(line["scores"]) == {"score"}
+
+    whole, calls = language_model.greedy_answers, []
+
+    def dies(model, prompts, *rest):
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        calls.append(len(prompts))
+        return whole(model, prompts, *rest)
+
+    monkeypatch.setattr(language_model, "greedy_answers", dies)
+    with pytest.raises(SystemExit) as stopped:
+        evaluate("babilong", tmp_path / "c", *words, "--batch-size", "2")
+    assert stopped.value.code == 130 and not (tmp_path / "c" / "babilong.json").exists()
+    kept = tmp_path / "c" / "path" / "answers.jsonl"
+    with kept.open("a") as file:
+        file.write('{"key": "cut off by a ki')
+    done = calls[:]
+    calls.clear()
+    calls.extend([0] * 6)  # past the one that dies
+    assert evaluate("babilong", tmp_path / "c", *words, "--batch-size", "2") == first
+    assert sum(done) + sum(calls) == 24  # nothing is asked twice
+    assert texts(tmp_path / "c") == texts(tmp_path / "a")
+    capsys.readouterr()
+    torch.manual_seed(5)
+    other = PathAttentionForCausalLM(load_model(folder / "path").config)
+    other.save_pretrained(tmp_path / "path")
+    load_tokenizer(folder / "path").save_pretrained(tmp_path / "path")
+    words[0] = str(tmp_path / "path")
+    message = failure(capsys, "evaluate", "babilong", *words, "--out", str(tmp_path / "c"))
+    assert "was made with other weights" in message
+
+
+def test_generated_suites_at_given_lengths(folder, tmp_path):
+    background = ("--background", str(folder / "text.txt"), "--samples", "2")
+    words = (str(folder / "path"), "--chat")
+    rows = evaluate("phonebook", tmp_path, *words, "--samples", "2", "--lengths", "300,600")
+    assert [row["length"] for row in rows] == [300, 600] and rows[1]["longest"] > 500
+    tasks = ("--tasks", "vt", "fwe", "niah_single_2")
+    rows = evaluate("ruler", tmp_path, *words, *background, *tasks, "--lengths", "2500")
+    assert [row["column"] for row in rows] == ["niah_single_2", "vt", "fwe", "mean of 3"]
+    assert all(0 <= row["low"] <= row["score"] <= row["high"] <= 1 for row in rows if row["low"])
+    line = (tmp_path / "path" / "ruler.samples.jsonl").read_text().splitlines()[0]
+    assert json.loads(line)["prompt"].startswith("<user>A special magic number is hidden")
+
+
+def test_what_is_wrong_is_said_before_a_model_is_loaded(
+    folder, data_dir, tmp_path, monkeypatch, capsys
+):
+    def load(*arguments, **options):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("path_attention.evaluation.harness.command.load_model", load)
+    monkeypatch.setattr(data, "_FROM_HUB", lambda *a, **k: (_ for _ in ()).throw(OSError("no net")))
+    model = (str(folder / "path"), "--out", str(tmp_path / "o"))
+    from_dir = ("--data-dir", str(data_dir))
+    cases = {
+        ("zero_shot",): "data: expected EleutherAI/wikitext_document_level",
+        ("zero_shot", *from_dir): "data: expected 62 rows of EleutherAI/wikitext",
+        ("longbench_e", *from_dir): "",
+        ("maths_and_code", "--tasks", "humaneval", *from_dir): "data_dir: expected openai/openai_h",
+        ("ruler", "--tasks", "qa_3"): "tasks: expected of",
+        ("phonebook", "--lengths", "40"): "lengths: expected room",
+        ("phonebook", "--samples", "0"): "samples: expected at least 1",
+        ("ruler", "--background", "nowhere.txt"): "sources: expected",
+    }
+    for words, message in cases.items():
+        assert failure(capsys, "evaluate", words[0], *model, *words[1:]).startswith(
+            f"error: {message}"
+        )
+    monkeypatch.setattr(data, "ROWS", {})
+    broken = tmp_path / "broken"
+    place = "baber--piqa/default/validation.jsonl"
+    (broken / place).parent.mkdir(parents=True)
+    (broken / place).write_bytes((data_dir / place).read_bytes().replace(b"bal", b"bam", 1))
+    manifest = json.loads((data_dir / "manifest.json").read_text())
+    (broken / "manifest.json").write_text(json.dumps({place: manifest[place]}))
+    words = ("zero_shot", "--tasks", "piqa", "--data-dir", str(broken))
+    assert "with sha256" in failure(capsys, "evaluate", words[0], *model, *words[1:])
+    (broken / place).unlink()
+    assert "with bytes" in failure(capsys, "evaluate", words[0], *model, *words[1:])
+    assert not (tmp_path / "o").exists()
+
+
+def test_too_long_is_refused_unless_cutting_is_asked_for(folder, tmp_path, capsys):
+    words = ("phonebook", str(folder / "llama"), "--lengths", "300", "--samples", "2")
+    out = ("--out", str(tmp_path))
+    message = failure(capsys, "evaluate", *words, *out, "--context", "200")
+    assert message.startswith("error: context: expected room for a request of phonebook_300 of")
+    for how in ("left", "middle"):
+        rows = evaluate(*words[:1], tmp_path, *words[1:], "--context", "200", "--truncate", how)
+        assert rows[0]["longest"] == 200 and rows[0]["cut"] == 2
+
+
+CODE = {
+    "humaneval": (
+        {
+            "prompt": "def add(a, b):\n",
+            "test": "def check(f):\n    assert f(2, 3) == 5\n",
+            "entry_point": "add",
+        },
+        "    return a + b\n",
+        "    return a - b\n",
+    ),
+    "mbpp": (
+        {"test_list": ["assert add(2, 3) == 5", "assert add(0, 0) == 0"], "test_setup_code": ""},
+        "def add(a, b):\n    return a + b\n",
+        "def add(a, b):\n    return 5\n",
+    ),
+    "mbpp_plus": (
+        {"test_list": ["assert add(0, 0) == 0"], "test": "assert add(2, 3) == 5\n"},
+        "def add(a, b):\n    return a + b\n",
+        "def add(a, b):\n    return 0\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CODE_TASKS)
+def test_programs_are_scored_by_running_them(name, monkeypatch):
+    doc, right, wrong = CODE[name]
+    shots = [
+        {"task_id": n, "text": f"Task {n}.", "code": "pass", "test_list": ["assert True"] * 3}
+        for n in range(1, 11)
+    ]
+    shared = {"task_id": 11, "text": "Add.", "prompt": "Add.", "code": right}
+    row = {**shared, "canonical_solution": right, "test_list": ["assert add(0, 0) == 0"], **doc}
+    sets = {"test": [row], "prompt": shots}
+    monkeypatch.setattr(
+        datasets, "load_dataset",
+        lambda *a, **k: {s: datasets.Dataset.from_list(r) for s, r in sets.items()},
+    )  # fmt: skip
+    task = CODE_TASKS[name]()
+    assert task.process_results(row, [right]) == {"pass@1": 1.0}
+    assert task.process_results(row, [wrong]) == {"pass@1": 0.0}
+    task.set_config("num_fewshot", task.config.num_fewshot)
+    task.build_all_requests(limit=1, rank=0, world_size=1)
+    prompt = task.instances[0].args[0]
+    if name == "humaneval":
+        assert prompt == doc["prompt"]
+    else:
+        assert [prompt.count(f"Task {n}.") for n in (1, 2, 3, 4, 5)] == [0, 1, 1, 1, 0]
+        assert prompt.count("[BEGIN]\n") == 4 and prompt.count("[DONE]") == 3
+        assert prompt.endswith("[BEGIN]\n")
