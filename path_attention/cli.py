@@ -88,6 +88,11 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
         "FetchData",
         "SUITE …: data sets into a folder, with sizes and hashes",
     ),
+    ("report",): (
+        "path_attention.evaluation.report",
+        "Report",
+        "DIR: a page of evaluated suites beside the paper's numbers",
+    ),
     ("task", "run", "flip_flop"): (
         "path_attention.recipes.tasks_command",
         "RunFlipFlop",
@@ -152,6 +157,11 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
         "path_attention.benchmarks.directions",
         "BenchmarkDirections",
         "bandwidth of the Householder directions beside a copy",
+    ),
+    ("benchmark", "decode"): (
+        "path_attention.benchmarks.decode",
+        "BenchmarkDecode",
+        "a step of decoding beside plain attention's",
     ),
     ("benchmark", "stages"): (
         "path_attention.benchmarks.stages",

@@ -1,0 +1,191 @@
+"""`path-attention report DIR`: one page of all that was evaluated, beside the paper's numbers."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from matplotlib.figure import Figure
+
+from path_attention.evaluation.published import MODELS, PUBLISHED
+from path_attention.results import read_result, write_whole
+
+Row = Mapping[str, Any]
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_MARKERS = "osD^vPX"
+_STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem }
+table { border-collapse: collapse; margin: 1rem 0 }
+th, td { padding: .2rem .6rem; text-align: right }
+th { border-bottom: 1px solid #888 } td:first-child, th:first-child { text-align: left }
+.interval, .note { color: #666; font-size: 85% } .paper { background: #f3f3f3 }
+pre { white-space: pre-wrap; background: #f7f7f7; max-height: 24rem; overflow: auto }
+summary { cursor: pointer } img { max-width: 100% }
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Write DIR/report.html: a table and a figure for each suite, and single samples to look into.
+
+    The page holds everything and opens without a server.
+    """
+
+    folder: Annotated[Path, tyro.conf.Positional]
+    """The folder that `path-attention evaluate SUITE --out` wrote into."""
+    samples: int = 5
+    """Samples of each model, task and length that are shown."""
+
+    def run(self) -> None:
+        page = write_page(self.folder, self.samples)
+        write_whole(self.folder / "report.html", page)
+        print(f"wrote {self.folder / 'report.html'}")
+
+
+def write_page(folder: Path, samples: int = 5) -> str:
+    """The page of a folder's results.
+
+    Raises ValueError naming `folder` if there are none, or `samples` below 0.
+    """
+    if samples < 0:
+        raise ValueError(f"samples: expected at least 0, got {samples}")
+    results = {
+        path.stem: read_result(path) for path in sorted(folder.glob("*.json")) if _is_ours(path)
+    }
+    if not results:
+        raise ValueError(
+            f"folder: expected results of `path-attention evaluate`, {folder} has none"
+        )
+    parts = [_suite(name, result, folder, samples) for name, result in results.items()]
+    return (
+        "<!doctype html>\n<html lang=en><meta charset=utf-8><title>Evaluation</title>"
+        f"<style>{_STYLE}</style><h1>Evaluation</h1>\n{''.join(parts)}</html>\n"
+    )
+
+
+def _is_ours(path: Path) -> bool:
+    rows = json.loads(path.read_text(encoding="utf-8")).get("rows") or [{}]
+    return {"column", "metric", "score"} <= rows[0].keys()
+
+
+def _suite(name: str, result: Mapping[str, Any], folder: Path, samples: int) -> str:
+    rows = result["rows"]
+    versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items() if v)
+    about = f"{result['command']} · {result['device']} · {versions} · {result['commit'] or ''}"
+    parts = [
+        f"<h2 id={name}>{name}</h2>\n<p class=note>{escape(result['what'])}<br>{escape(about)}"
+    ]
+    parts.append(_table(name, rows))
+    figure = draw_by_length(name, rows)
+    if figure:
+        parts.append(f'<img alt="{name} by length" src="data:image/png;base64,{figure}">')
+    for model in dict.fromkeys(row["model"] for row in rows):
+        parts += _drill_down(folder / model / f"{name}.samples.jsonl", model, samples)
+    return "\n".join(parts)
+
+
+def _table(suite: str, rows: Sequence[Row]) -> str:
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    published = PUBLISHED.get(suite, {})
+    paper = MODELS if any(_key(row) in published for row in rows) else ()
+    heads = ["task", "length", "metric", *models]
+    head = "".join(f"<th>{escape(h)}" for h in heads)
+    head += "".join(f"<th class=paper>{m} (paper)" for m in paper)
+    lines = [f"<table><tr>{head}"]
+    for key in dict.fromkeys((*_key(row), row["filter"]) for row in rows):
+        cells = {r["model"]: _cell(r) for r in rows if (*_key(r), r["filter"]) == key}
+        column, length, metric, how = key
+        metric = metric if how in ("", "none") else f"{metric}, {how}"
+        line = f"<tr><td>{escape(column)}<td>{'' if length is None else length}<td>{escape(metric)}"
+        line += "".join(f"<td>{cells.get(model, '')}" for model in models)
+        numbers = published.get(key[:3], ("",) * len(paper)) if paper else ()
+        lines.append(line + "".join(f"<td class=paper>{number}" for number in numbers))
+    return "\n".join([*lines, "</table>"])
+
+
+def _key(row: Row) -> tuple[str, int | str | None, str]:
+    return row["column"], row["length"], row["metric"]
+
+
+def scale(row: Row) -> int:
+    """100 for shares, which are shown in percent, else 1."""
+    return 1 if "perplexity" in row["metric"] or "bits" in row["metric"] else 100
+
+
+def _cell(row: Row) -> str:
+    if row["score"] is None:
+        return "not finite"
+    by = scale(row)
+    text = f"{by * row['score']:.1f}"
+    if row["low"] is not None:
+        text += f" <span class=interval>{by * row['low']:.1f}–{by * row['high']:.1f}</span>"
+    cut = f", {row['cut']} cut" if row["cut"] else ""
+    return (
+        f'<span title="{row["documents"]} documents, to {row["longest"]} tokens{cut}">{text}</span>'
+    )
+
+
+def draw_by_length(suite: str, rows: Sequence[Row]) -> str:
+    """A PNG in base64: means over tasks (or the one task) against tokens of context; or ""."""
+    rows = [row for row in rows if isinstance(row["length"], int) and row["score"] is not None]
+    means = [row for row in rows if row["metric"] == "mean"] or rows
+    if len({row["length"] for row in means}) < 2 or len({row["column"] for row in means}) > 1:
+        return ""
+    figure = Figure(figsize=(6.4, 4), layout="constrained", dpi=130)
+    axes = figure.subplots()
+    for n, model in enumerate(dict.fromkeys(row["model"] for row in means)):
+        mine = sorted((row for row in means if row["model"] == model), key=lambda r: r["length"])
+        at = [row["length"] for row in mine]
+        colour = _COLOURS[n % len(_COLOURS)]
+        axes.plot(
+            at,
+            [scale(row) * row["score"] for row in mine],
+            color=colour,
+            marker=_MARKERS[n % len(_MARKERS)],
+            label=model,
+        )
+        if all(row["low"] is not None for row in mine):
+            low, high = ([scale(row) * row[end] for row in mine] for end in ("low", "high"))
+            axes.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
+    axes.set_xticks(sorted({row["length"] for row in means}))
+    axes.set(xlabel="tokens of context", ylabel="score, %", title=f"{suite}: {means[0]['column']}")
+    axes.grid(color="0.9")
+    axes.legend(frameon=False)
+    file = io.BytesIO()
+    figure.savefig(file, format="png", metadata={"Software": None})
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def _drill_down(path: Path, model: str, samples: int) -> Iterator[str]:
+    """Foldable samples of one model, task by task."""
+    if samples == 0 or not path.is_file():
+        return
+    groups: dict[tuple[str, Any, str], list[Mapping[str, Any]]] = {}
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            told = json.loads(line)
+            place = (told["column"], told["length"], told["filter"])
+            mine = groups.setdefault(place, [])
+            if len(mine) < samples:
+                mine.append(told)
+    yield f"<details><summary>Samples of {escape(model)}</summary>"
+    for (column, length, how), mine in groups.items():
+        where = "" if length is None else f", {length}"
+        yield f"<details><summary>{escape(column)}{where}, {escape(how)}</summary>"
+        for told in mine:
+            scores = ", ".join(f"{name} {value}" for name, value in told["scores"].items())
+            yield (
+                f"<p>document {told['document']}: <b>{escape(scores)}</b>; right: "
+                f"<code>{escape(told['target'])}</code>; answer: <code>{escape(told['answer'])}"
+                f"</code></p><details><summary>prompt</summary><pre>{escape(told['prompt'])}</pre>"
+                "</details>"
+            )
+        yield "</details>"
+    yield "</details>"
