@@ -48,6 +48,11 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
         "EvaluatePerplexity",
         "MODEL …: perplexity by length on the same target tokens",
     ),
+    ("evaluate", "perplexity_by_length"): (
+        "path_attention.evaluation.harness.perplexity_command",
+        "EvaluatePerplexityByLength",
+        "MODEL …: the same on PG-19, CodeParrot, NarrativeQA or your texts",
+    ),
     ("evaluate", "merge"): (
         "path_attention.evaluation.merge_seeds",
         "MergeSeeds",

@@ -50,6 +50,8 @@ class EvaluatePerplexity:
     """Folders of finished runs, or of any transformers causal language model with its tokenizer."""
     data: Path
     """Corpus folder of `path-attention corpus build`; its held-out documents are read."""
+    documents: tuple[str, ...] = ()
+    """Patterns of documents' names, as 'prose/*': read those alone that match one; default: all."""
     lengths: str = "256,512,1024,2048,4096"
     """Tokens of context, rising, with commas between."""
     targets: int = 128
@@ -84,6 +86,8 @@ class EvaluatePerplexity:
         device = choose_device(self.device)
         partial = Partial(self.out.with_name(f"{self.out.name}.partial.json"))
         corpus = TokenCorpus.open(self.data)
+        if self.documents:
+            corpus = corpus.only(self.documents)
         with show_progress() as progress:
             rows = perplexity_by_length(
                 models,

@@ -7,7 +7,9 @@ MODELS = ("RoPE", "FoX", "PaTH", "PaTH-FoX")
 Published = dict[str, dict[tuple[str, int | str | None, str], tuple[float, ...]]]
 
 
-def _by_length(column: str, rows: dict[int | str, tuple[float, ...]], metric: str = "mean"):
+def _by_length(
+    column: str, rows: dict[int | str, tuple[float, ...]], metric: str = "mean"
+) -> dict[tuple[str, int | str | None, str], tuple[float, ...]]:
     return {(column, length, metric): numbers for length, numbers in rows.items()}
 
 

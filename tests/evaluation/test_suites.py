@@ -19,6 +19,7 @@ from lm_eval.models.huggingface import HFLM
 from path_attention import cli
 from path_attention.evaluation.harness import data, language_model, suites
 from path_attention.evaluation.harness.code_tasks import CODE_TASKS
+from path_attention.evaluation.harness.texts import TEXTS
 from path_attention.models import PathAttentionConfig, PathAttentionForCausalLM
 from path_attention.models.loading import load_model, load_tokenizer
 from path_attention.results import read_result
@@ -27,6 +28,7 @@ from path_attention.training.corpus import build_corpus
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 WORDS = [a + v + b for a in "bdk" for v in "aeiou" for b in "lmt"]
 CONTEXT = 200  # tokens, so that WikiText's documents take several windows
+PG19 = TEXTS["pg19"]
 
 
 def sentence(rng: random.Random, words: int = 8) -> str:
@@ -313,3 +315,27 @@ def test_programs_are_scored_by_running_them(name, monkeypatch):
         assert [prompt.count(f"Task {n}.") for n in (1, 2, 3, 4, 5)] == [0, 1, 1, 1, 0]
         assert prompt.count("[BEGIN]\n") == 4 and prompt.count("[DONE]") == 3
         assert prompt.endswith("[BEGIN]\n")
+
+
+def test_perplexity_on_long_texts(folder, tmp_path, monkeypatch, capsys):
+    rng = random.Random(2)
+    books = [" ".join(sentence(rng) for _ in range(80)) for _ in range(3)]
+    rows = [{"text": book} for book in (*books, books[0])]  # one comes twice
+    monkeypatch.setattr(data, "_FROM_HUB", lambda *a, **k: {"test": rows})
+    monkeypatch.setattr("path_attention.evaluation.harness.texts.TEXTS", {"pg19": PG19})
+    cli.main(["evaluate", "fetch", "perplexity_by_length", "--data-dir", str(tmp_path / "d")])
+    files = sorted((tmp_path / "d" / "texts" / "pg19").iterdir())
+    assert [file.read_text() for file in files] == books
+    words = ["evaluate", "perplexity_by_length", str(folder / "path"), str(folder / "llama")]
+    words += ["--out", str(tmp_path / "o"), "--lengths", "64,256", "--targets", "32"]
+    own = ["--texts", "pg19", str(folder / "text.txt"), "--data-dir", str(tmp_path / "d")]
+    cli.main([*words, *own, "--device", "cpu"])
+    for name, documents in (("pg19", 3), ("text", 1)):
+        found = read_result(tmp_path / "o" / f"perplexity_{name}.json")["rows"]
+        assert {row["model"] for row in found} == {"path", "llama"}
+        assert {row["documents"] for row in found} == {documents}
+        assert (tmp_path / "o" / f"perplexity_{name}.png").stat().st_size > 1000
+    files[1].write_text("changed")
+    assert "with bytes" in failure(capsys, *words, *own)
+    empty = ("--texts", "pg19", "--data-dir", str(tmp_path / "none"))
+    assert failure(capsys, *words, *empty).startswith("error: data_dir: expected pg19 in")

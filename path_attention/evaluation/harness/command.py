@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from path_attention.evaluation.harness.language_model import CausalLM
     from path_attention.evaluation.harness.suites import Planned, Sources
 
+_TEXTS = "perplexity_by_length"
 Progress = Callable[[str, int, int], None]
 
 
@@ -261,17 +262,26 @@ class FetchData:
     """Names of suites, as ruler or zero_shot."""
     data_dir: Path
     """The folder, for --data-dir of the others."""
+    documents: int = 100
+    """The most documents of each set of long texts."""
 
     def run(self) -> None:
         from functools import partial
 
         from path_attention.evaluation.harness.data import fetch
         from path_attention.evaluation.harness.suites import SUITES, Sources
+        from path_attention.evaluation.harness.texts import TEXTS, fetch_texts
 
-        unknown = sorted(set(self.suites) - set(SUITES))
+        unknown = sorted(set(self.suites) - {*SUITES, _TEXTS})
         if unknown or not self.suites:
-            raise ValueError(f"suites: expected of {sorted(SUITES)}, got {list(self.suites)}")
+            raise ValueError(f"suites: expected of {[*SUITES, _TEXTS]}, got {list(self.suites)}")
         for name in self.suites:
+            if name == _TEXTS:
+                for texts in TEXTS:
+                    print(
+                        f"{texts}: {len(fetch_texts(self.data_dir, texts, self.documents))} texts"
+                    )
+                continue
             suite = SUITES[name]
             sources = Sources(
                 load=partial(fetch, self.data_dir),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ def load_from_folder(folder: Path, path: str, name: str | None = None) -> Splits
     Raises ValueError naming `data_dir` if it has none, or a file differs from the manifest.
     """
     config = name or "default"
-    manifest = _read_manifest(folder)
+    manifest = read_manifest(folder)
     place = f"{path.replace('/', '--')}/{config}/"
     files = {key: told for key, told in manifest.items() if key.startswith(place)}
     if not files:
@@ -62,7 +62,7 @@ def load_from_folder(folder: Path, path: str, name: str | None = None) -> Splits
     for key, told in files.items():
         file = folder / key
         content = file.read_bytes() if file.is_file() else b""
-        _check(file, content, told)
+        check_file(file, content, told)
         rows = [json.loads(line) for line in content.decode("utf-8").splitlines()]
         split = Path(key).stem
         _check_rows(path, config, split, len(rows))
@@ -70,7 +70,8 @@ def load_from_folder(folder: Path, path: str, name: str | None = None) -> Splits
     return found
 
 
-def _check(file: Path, content: bytes, told: Mapping[str, Any]) -> None:
+def check_file(file: Path, content: bytes, told: Mapping[str, Any]) -> None:
+    """Raise ValueError naming `data_dir` unless a file's size and hash are the manifest's."""
     seen = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     for what, value in seen.items():
         if value != told[what]:
@@ -87,13 +88,25 @@ def _check_rows(path: str, config: str, split: str, rows: int) -> None:
         )
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What a folder's files are, if it says so. Raises ValueError on a damaged manifest."""
     try:
         return json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except ValueError as error:
         raise ValueError(f"data_dir: {folder / _MANIFEST} is damaged ({error})") from error
+
+
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Write what a folder's files are."""
+    write_whole(folder / _MANIFEST, json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+
+
+def load_rows(path: str, split: str) -> Iterator[Mapping[str, Any]]:
+    """Rows of one split on the hub, one after the other, as they come."""
+    streamed: Any = load_from_hub(path, streaming=True)
+    yield from rows_of(streamed, split)
 
 
 def load_from_hub(path: str, name: str | None = None, **kwargs: Any) -> Any:
@@ -109,8 +122,9 @@ def load_from_hub(path: str, name: str | None = None, **kwargs: Any) -> Any:
             "is a network, `path-attention evaluate fetch SUITE --data-dir DIR` keeps it for "
             "--data-dir DIR here"
         ) from error
-    for split, rows in found.items():
-        _check_rows(path, name or "default", split, len(rows))
+    if not kwargs.get("streaming"):
+        for split, rows in found.items():
+            _check_rows(path, name or "default", split, len(rows))
     return found
 
 
@@ -118,7 +132,7 @@ def fetch(folder: Path, path: str, name: str | None = None, **kwargs: Any) -> An
     """Load a data set from the hub and write it into a folder, with its sizes and hashes."""
     config = name or "default"
     found = load_from_hub(path, name, **kwargs)
-    manifest = _read_manifest(folder)
+    manifest = read_manifest(folder)
     for split, rows in found.items():
         key = f"{path.replace('/', '--')}/{config}/{split}.jsonl"
         text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
@@ -130,7 +144,7 @@ def fetch(folder: Path, path: str, name: str | None = None, **kwargs: Any) -> An
             "rows": len(rows),
             "source": f"{path} ({config}, {split})",
         }
-    write_whole(folder / _MANIFEST, json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+    write_manifest(folder, manifest)
     return found
 
 
@@ -152,7 +166,7 @@ def tasks_load_by(load: Load) -> Iterator[None]:
         yield
 
 
-def rows_of(splits: Mapping[str, Any], split: str) -> Sequence[Mapping[str, Any]]:
+def rows_of(splits: Mapping[str, Any], split: str) -> Any:
     """The rows of one split. Raises ValueError naming those there are."""
     if split not in splits:
         raise ValueError(f"data: expected a split {split!r}, got {sorted(splits)}")
