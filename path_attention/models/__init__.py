@@ -12,6 +12,7 @@ from path_attention.models.modeling import (
 )
 from path_attention.models.prefix_store import PrefixStore
 from path_attention.models.presets import PRESETS
+from path_attention.models.static_cache import StaticPathCache, StepGraph
 
 AutoConfig.register(PathAttentionConfig.model_type, PathAttentionConfig, exist_ok=True)
 AutoModel.register(PathAttentionConfig, PathAttentionModel, exist_ok=True)
@@ -25,6 +26,8 @@ __all__ = [
     "PathAttentionModel",
     "PathAttentionPreTrainedModel",
     "PrefixStore",
+    "StaticPathCache",
+    "StepGraph",
     "crop_cache",
     "fork_cache",
     "load_model",

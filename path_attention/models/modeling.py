@@ -17,6 +17,7 @@ from path_attention.models.cache import CACHE_NAME, layer_caches
 from path_attention.models.configuration import PathAttentionConfig
 from path_attention.models.padding import Rows
 from path_attention.models.prefix_store import PrefixStore
+from path_attention.models.static_cache import StaticPathCache
 from path_attention.nn.attention import Attention, count_positions
 from path_attention.nn.cache import LayerCache
 from path_attention.nn.encoding import Decay, Transport
@@ -244,11 +245,21 @@ class PathAttentionForCausalLM(PathAttentionPreTrainedModel, GenerationMixin):
             ValueError: naming the argument, what came, and what was expected.
         """
         packing = as_packing(one_of("packing", packing, kwargs.pop("cu_seq_lens_q", None)))
+        past = one_of("cache", cache, past_key_values)
+        if isinstance(past, StaticPathCache) and input_ids is not None and input_ids.shape[1] == 1:
+            asked = (labels, inputs_embeds, position_ids, packing)
+            states = kwargs.get("output_hidden_states") or self.config.output_hidden_states
+            plain = not states and all(x is None for x in asked)
+            if plain and not torch.is_grad_enabled():
+                logits = past.step(self, input_ids)
+                if logits is not None:
+                    held: dict[str, Any] = {CACHE_NAME: past}
+                    return CausalLMOutputWithPast(logits=logits.clone(), **held)  # pyright: ignore
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=one_of("cache", cache, past_key_values),
+            past_key_values=past,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             packing=packing,
@@ -268,9 +279,9 @@ class PathAttentionForCausalLM(PathAttentionPreTrainedModel, GenerationMixin):
                     f"got {list(labels.shape)}"
                 )
             loss = next_token_loss(logits, labels, attention_mask, packing, num_items_in_batch)
-        past: dict[str, Any] = {CACHE_NAME: outputs.get(CACHE_NAME)}
+        kept_past: dict[str, Any] = {CACHE_NAME: outputs.get(CACHE_NAME)}
         return CausalLMOutputWithPast(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, **past
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, **kept_past
         )
 
     @torch.no_grad()
@@ -336,12 +347,16 @@ class PathAttentionForCausalLM(PathAttentionPreTrainedModel, GenerationMixin):
 
     def _prepare_cache_for_generation(self, generation_config: Any, *args: Any) -> Any:
         kind = generation_config.cache_implementation
-        if kind not in (None, "dynamic", "dynamic_full", "offloaded"):
+        if kind not in (None, "dynamic", "dynamic_full", "offloaded", "static"):
             raise ValueError(
-                f"cache_implementation: expected None, 'dynamic' or 'offloaded', got {kind!r}"
+                "cache_implementation: expected None, 'dynamic', 'offloaded' or 'static', "
+                f"got {kind!r}"
             )
         generation: Any = super()
         return generation._prepare_cache_for_generation(generation_config, *args)
+
+    def _prepare_static_cache(self, *args: Any, max_cache_len: int, **kwargs: Any) -> Cache:
+        return StaticPathCache(self.config, max_cache_len)  # pyright: ignore[reportArgumentType]
 
 
 def next_token_loss(

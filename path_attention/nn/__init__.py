@@ -13,6 +13,7 @@ from path_attention.nn.encoding import (
 )
 from path_attention.nn.normalization import Float32Linear, RMSNorm
 from path_attention.nn.normalizer import Normalizer
+from path_attention.nn.static_cache import StaticLayerCache
 
 __all__ = [
     "Attention",
@@ -24,6 +25,7 @@ __all__ = [
     "Moved",
     "Normalizer",
     "RMSNorm",
+    "StaticLayerCache",
     "Transport",
     "register_decay",
     "register_transport",

@@ -37,6 +37,30 @@ class LayerCache(SealedUnits):
     head. The cache holds no gradients, and backward through it raises.
     """
 
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        w: Tensor | None,
+        beta: Tensor | None,
+        log_forget: Tensor | None,
+        *,
+        scale: float,
+        chunk: Chunk,
+    ) -> Tensor:
+        """Softmax attention of a chunk to the past and itself, which is then appended.
+
+        Arguments as in `path_attention`, and what the encoding knows of the chunk.
+
+        Returns:
+            `[B, T, HQ, DV]` in q's dtype.
+        """
+        if w is None and log_forget is None:
+            return self.extend_plain(q, k, v, scale=scale, chunk=chunk)
+        out, lse = path_attention(q, k, v, w, beta, log_forget, scale=scale, return_lse=True)
+        return self.extend(out, lse, q, k, v, w, beta, log_forget, scale=scale, chunk=chunk)
+
     def extend(
         self,
         out: Tensor,
@@ -65,7 +89,7 @@ class LayerCache(SealedUnits):
         result, moved = None, None
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             self._begin("moved", k)
-            raw = _raw(k, v, w, beta, log_forget, chunk.valid)
+            raw = named_inputs(k, v, w, beta, log_forget, chunk.valid)
             gates = raw.get("log_forget")
             if self.seen:
                 past = self._past()
@@ -144,7 +168,7 @@ class LayerCache(SealedUnits):
     ) -> Tensor:
         """`linear_attention` of a chunk from the state of what was seen, which it moves on."""
         self._begin("linear", k)
-        raw = _raw(k, v, w, beta, log_forget, chunk.valid, hide_keys=True)
+        raw = named_inputs(k, v, w, beta, log_forget, chunk.valid, hide_keys=True)
         start, before = self._states or (None, None)
         units = self._complete_units(q.shape[1], chunk)
         # The state at the next border comes by the way if that lies inside the chunk.
@@ -235,7 +259,7 @@ class _Constant(torch.autograd.Function):
         raise RuntimeError("gradients don't flow through a cache: run the whole sequence without")
 
 
-def _raw(
+def named_inputs(
     k: Tensor,
     v: Tensor,
     w: Tensor | None,

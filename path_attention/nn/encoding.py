@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from path_attention.nn.configuration import AttentionConfig
 from path_attention.nn.normalization import Float32Linear
+from path_attention.ops.context_rotation import accumulate_over_runs
+from path_attention.ops.context_split import ContextSplit
 from path_attention.ops.directions import householder_directions
 from path_attention.ops.packing import Packing
 from path_attention.ops.rotation import Rotation, accumulate_angles, random_angles
@@ -68,6 +70,9 @@ class Chunk:
             oldest first. None where nothing is kept (no cache); read by `remember`.
         records: what each of the chunk's tokens records, by name: written by `remember`, for the
             cache to take.
+        split: how the sequence lies on several processes, if it does: the chunk is then this
+            process's two runs of it, which other tokens lie before. Packed documents are the
+            split's own: `packing` is None.
     """
 
     positions: Tensor
@@ -76,6 +81,7 @@ class Chunk:
     valid: Tensor | None = None
     before: dict[str, Tensor] | None = None
     records: dict[str, Record] = field(default_factory=dict)
+    split: ContextSplit | None = None
 
     @property
     def lengths(self) -> Tensor | None:
@@ -102,8 +108,11 @@ class Chunk:
         """The rotation by the running sum of angles `[B, T, H, D/2]` since each document's start.
 
         Packed documents start anew, padding turns nothing, and the sum goes on from chunk to chunk
-        (the record "rotation"). Float32 or float64 angles; see `accumulate_angles`.
+        (the record "rotation") and from process to process. Float32 or float64 angles; see
+        `accumulate_angles`.
         """
+        if self.split is not None:
+            return Rotation.by(accumulate_over_runs(angles, self.split))
         before = self.recall("rotation")
         total, units = accumulate_angles(
             angles,
@@ -132,10 +141,12 @@ class Transport(nn.Module):
     Attributes:
         by_operator: whether it returns w and β, for the operator to apply.
         can_move_values: whether it knows `moves_values`.
+        can_split: whether it is right on a sequence that lies on several processes (`Chunk.split`).
     """
 
     by_operator: ClassVar[bool] = False
     can_move_values: ClassVar[bool] = False
+    can_split: ClassVar[bool] = False
 
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__()
@@ -163,7 +174,13 @@ class Transport(nn.Module):
 
 
 class Decay(nn.Module):
-    """Adds Σ log_forget over the route from a key to a query to their score."""
+    """Adds Σ log_forget over the route from a key to a query to their score.
+
+    Attributes:
+        can_split: whether it is right on a sequence that lies on several processes (`Chunk.split`).
+    """
+
+    can_split: ClassVar[bool] = False
 
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__()
@@ -184,6 +201,8 @@ class Decay(nn.Module):
 class NoTransport(Transport):
     """Queries meet keys as they are (NoPE)."""
 
+    can_split = True
+
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk) -> Moved:
         return Moved(q, k, v)
 
@@ -192,6 +211,7 @@ class _Rotating(Transport):
     """Turns pairs of a head (`Rotation`), and the values' and the output's too if they move."""
 
     can_move_values = True
+    can_split = True
 
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__(config)
@@ -304,6 +324,7 @@ class _Strengths(Transport):
     """What transports that the operator applies share: β_t = beta_max · sigmoid(b(x_t))."""
 
     by_operator = True
+    can_split = True
 
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__(config)
@@ -350,16 +371,23 @@ class Householder(_Strengths):
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk) -> Moved:
         beta = self._strengths(x)
         y = self.w_proj(x)
-        state = None
-        if self.w_conv is not None and self.width > 1:
-            state = chunk.recall("directions")
-            chunk.remember("directions", y, self.width - 1)
-        w = householder_directions(
-            y, self.w_conv, self.heads * self.householders, state=state, packing=chunk.packing
-        )
+        w = self._directions(y, chunk)
         if self.householders > 1:
             w, beta = (z.unflatten(2, (self.heads, self.householders)) for z in (w, beta))
         return Moved(q, k, v, w, beta)
+
+    def _directions(self, y: Tensor, chunk: Chunk) -> Tensor:
+        heads, reach = self.heads * self.householders, max(self.width - 1, 0)
+        if chunk.split is not None:
+            packing = chunk.split.extended_packing(reach, y.device)
+            y = chunk.split.extend(y, reach)
+            w = householder_directions(y, self.w_conv, heads, packing=packing)
+            return chunk.split.drop(w, reach)
+        state = None
+        if reach:
+            state = chunk.recall("directions")
+            chunk.remember("directions", y, reach)
+        return householder_directions(y, self.w_conv, heads, state=state, packing=chunk.packing)
 
 
 @register_transport("rotary_householder")
@@ -432,6 +460,8 @@ class DeltaRule(_Strengths):
 class NoDecay(Decay):
     """Distance alone costs nothing."""
 
+    can_split = True
+
     def forward(self, x: Tensor, chunk: Chunk) -> None:
         return None
 
@@ -443,6 +473,8 @@ class Alibi(Decay):
     Where HQ is no power of two: the slopes of the next lower one m, then every other slope of 2m.
     Source: arXiv 2108.12409.
     """
+
+    can_split = True
 
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__(config)
@@ -467,6 +499,8 @@ class Forget(Decay):
 
     Source: arXiv 2503.02130, where the scale is 1.
     """
+
+    can_split = True
 
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__(config)

@@ -52,10 +52,7 @@ class Softmax(Normalizer):
             return path_attention(
                 q, k, v, w, beta, log_forget, scale=scale, cu_seqlens=chunk.packing
             )
-        if w is None and log_forget is None:
-            return cache.extend_plain(q, k, v, scale=scale, chunk=chunk)
-        out, lse = path_attention(q, k, v, w, beta, log_forget, scale=scale, return_lse=True)
-        return cache.extend(out, lse, q, k, v, w, beta, log_forget, scale=scale, chunk=chunk)
+        return cache.attend(q, k, v, w, beta, log_forget, scale=scale, chunk=chunk)
 
 
 class StickBreaking(Normalizer):

@@ -90,7 +90,7 @@ def test_embedded_prompts(make_model) -> None:
     assert torch.equal(out, model.generate(ids, max_new_tokens=5, do_sample=False)[:, 7:])
 
 
-@pytest.mark.parametrize("kind", ["static", "quantized"])
+@pytest.mark.parametrize("kind", ["offloaded_static", "quantized"])
 def test_other_caches_are_refused(make_model, kind: str) -> None:
     with pytest.raises(ValueError, match=f"cache_implementation: .* got '{kind}'"):
         make_model().generate(prompts(), max_new_tokens=2, cache_implementation=kind)

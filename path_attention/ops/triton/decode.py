@@ -58,7 +58,8 @@ def choose_tiles(width: int, rows: int, itemsize: int) -> Tiles:
     bytes_of_a_token = 2 * width * itemsize
     keys = 64 if bytes_of_a_token <= 512 else 32
     stages = 3 if bytes_of_a_token <= 1024 else 2
-    return Tiles(rows, keys, stages, 4, 4 if bytes_of_a_token <= 256 else 2)
+    programs = 4 if bytes_of_a_token <= 256 else 2
+    return Tiles(rows, keys, stages, 4, programs, append_warps=4 if width <= 64 else 8)
 
 
 @lru_cache

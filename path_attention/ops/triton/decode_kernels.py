@@ -186,14 +186,14 @@ def merge_kernel(
         b_sum += b_weight
         b_out += tl.sum(b_part * b_weight[:, None], 0)
     total = tl.sum(b_sum, 0)
-    b_out = b_out / tl.where(total == 0, 1.0, total)
+    divisor = tl.where(total == 0, 1.0, total)
+    b_out = b_out / divisor
     o_row = ((i_b.to(tl.int64) * T + i_r // G) * H + i_h) * G + i_r % G
     tl.store(out_ptr + o_row * DV + o_v, b_out.to(out_ptr.dtype.element_ty), o_v < DV)
-    lse = (finite + tl.math.log2(total)) * 0.6931471805599453
+    lse = (finite + tl.math.log2(divisor)) * 0.6931471805599453
     tl.store(lse_ptr + o_row, tl.where(total == 0, float("-inf"), lse))
     if ADVANCE:
-        if (i_h == 0) & (i_r == 0):
-            tl.store(seen_ptr + i_b, tl.load(seen_ptr + i_b) + T)
+        tl.store(seen_ptr + i_b, tl.load(seen_ptr + i_b) + T, (i_h == 0) & (i_r == 0))
 
 
 # --- The tail ------------------------------------------------------------------------------------
@@ -268,7 +268,9 @@ def _append_keys(
         token = (i_b * T + s) * H + i_h
         if MOVE:
             b_k = pass_factors(b_k, passes, w_ptr, beta_ptr, token, o_d, D, F, BACK=False)
-            b_k = tl.where((at == place)[:, None], load_row(k_ptr + token * D, o_d, D)[None, :], b_k)
+            b_k = tl.where(
+                (at == place)[:, None], load_row(k_ptr + token * D, o_d, D)[None, :], b_k
+            )
         if GATE:
             b_gate = tl.load(gate_ptr + token * G + o_g, o_g < G, other=0.0).to(tl.float32)
             b_fade += tl.where(passes[None, :], b_gate[:, None], 0.0)
@@ -353,10 +355,7 @@ def append_kernel(
         o_p = (i_c - CHUNKS) * 64 + o_64
         p_tail = tail_ptr + (i_bh.to(tl.int64) * DP + o_p[:, None]) * DP + o_d[None, :]
         b_eye = tl.where(o_p[:, None] == o_d[None, :], 1.0, 0.0)
-        if first == before:
-            b_p = b_eye
-        else:
-            b_p = tl.load(p_tail)
+        b_p = tl.where(before > first, tl.load(p_tail), b_eye)
         b_moved = tl.dot(b_x, tl.trans(b_p), input_precision=FLOAT32)
         tl.store(x_ptr + row[:, None] * DP + o_p[None, :], b_moved, (o < rows)[:, None])
         every = o_64 >= 0
@@ -465,7 +464,7 @@ def seal_kernel(
                         o_left = o_y + o_p[:, None] * D + o_c[None, :]
                         m_left = (o_p[:, None] < D) & (o_c[None, :] < D)
                         b_left = tl.load(high_ptr + o_left, m_left, other=0.0).to(tl.float32)
-                        if OPERAND != tl.float32:
+                        if tl.float32 != OPERAND:
                             b_left += tl.load(low_ptr + o_left, m_left, other=0.0).to(tl.float32)
                         o_right = o_new + o_c[:, None] * D + o_d[None, :]
                         m_right = (o_c[:, None] < D) & (o_d[None, :] < D)
@@ -476,14 +475,13 @@ def seal_kernel(
                 m_out = (o_p[:, None] < D) & (o_d[None, :] < D)
                 b_high = b_m.to(high_ptr.dtype.element_ty)
                 tl.store(high_ptr + o_out, b_high, m_out)
-                if OPERAND != tl.float32:
+                if tl.float32 != OPERAND:
                     b_low = (b_m - b_high.to(tl.float32)).to(low_ptr.dtype.element_ty)
                     tl.store(low_ptr + o_out, b_low, m_out)
         if GATE:
-            if i_z == 0:
-                at_new = (i_b * units + i_unit) * H * G + i_h * G + o_g
-                b_new = tl.load(forget_ptr + at_new, o_g < G, other=0.0)
-                for y in tl.range(0, i_unit + 1, num_stages=1):
-                    p_y = unit_fade_ptr + (i_b * units + y) * H * G + i_h * G + o_g
-                    b_y = tl.load(p_y, (o_g < G) & (y < i_unit), other=0.0) + b_new
-                    tl.store(p_y, tl.where(y < i_unit, b_y, 0.0), o_g < G)
+            at_new = (i_b * units + i_unit) * H * G + i_h * G + o_g
+            b_new = tl.load(forget_ptr + at_new, o_g < G, other=0.0)
+            for y in tl.range(i_z, i_unit + 1, tl.num_programs(0), num_stages=1):
+                p_y = unit_fade_ptr + (i_b * units + y) * H * G + i_h * G + o_g
+                b_y = tl.load(p_y, (o_g < G) & (y < i_unit), other=0.0) + b_new
+                tl.store(p_y, tl.where(y < i_unit, b_y, 0.0), o_g < G)

@@ -3,11 +3,11 @@
     python compile_kernels.py 90:64:path_fox:bfloat16:232448 …
 
 Each argument is a compute capability, a head size, an encoding ("stick": the stick-breaking
-kernels; "decode_path_fox" and so on: a step of decoding), a dtype and the shared memory (bytes) that tiles are chosen for. One line of JSON a
-kernel: its name, shared memory and stack (where registers spill to) in bytes, or the compiler's
-error. A run on CPU tensors, whose launches are recorded and not made, says which kernels there are
-and what they are specialised for. It wants a process of its own: kernels that were decorated for
-the interpreter do not compile.
+kernels; "decode_path_fox" and so on: a step of decoding), a dtype and the shared memory (bytes)
+that tiles are chosen for. One line of JSON a kernel: its name, shared memory and stack (where
+registers spill to) in bytes, or the compiler's error. A run on CPU tensors, whose launches are
+recorded and not made, says which kernels there are and what they are specialised for. It wants a
+process of its own: kernels that were decorated for the interpreter do not compile.
 """
 
 from __future__ import annotations
@@ -100,8 +100,10 @@ def launches(D: int, encoding: str, dtype: torch.dtype, shared_memory: int, seen
         return
     call._shared_memory = lambda device: shared_memory
     if encoding.startswith("decode_"):
-        q, k, v, w, beta, gate = encoded(encoding.removeprefix("decode_"), 1, heads=(4, 2), size=(D, D))
-        q, k, v = (x.to(dtype) for x in (q, k, v))
+        q, k, v, w, beta, gate = encoded(
+            encoding.removeprefix("decode_"), 1, heads=(4, 2), size=(D, D)
+        )
+        q, k, v = (y.to(dtype) for y in (q, k, v))
         kinds = {"moves": w is not None, "fades": gate is not None}
         state = DecodeState.make(k, v, 4, 16384, 8 * D, **kinds)
         decode.triton_decode_step(state, q, k, v, w, beta, gate, None, 0.1)

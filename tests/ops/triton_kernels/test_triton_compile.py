@@ -178,3 +178,40 @@ def test_stick_breaking(capability, stack):
 )
 def test_stick_breaking_of_other_sizes(capability, D, dtype, stack):
     check_stick(capability, D, dtype, stack)
+
+
+# --- Decoding ------------------------------------------------------------------------------------
+
+DECODE = {"append_kernel", "units_kernel", "merge_kernel"}
+
+
+def check_decode(capability: int, D: int, encoding: str, dtype: str, stack: int) -> None:
+    rows = kernels(capability, D, f"decode_{encoding}", dtype)
+    sealed = set() if encoding == "nope" else {"seal_kernel"}
+    assert {row["kernel"] for row in rows} == DECODE | sealed
+    for row in rows:
+        assert "error" not in row, row
+        assert row["shared"] <= SHARED_MEMORY[capability], row
+        assert row["stack"] <= stack, row
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_decode(capability):
+    check_decode(capability, 64, "path_fox", "bfloat16", 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("capability", "D", "encoding", "dtype", "stack"),
+    [
+        (80, 128, "path_fox", "bfloat16", 640),
+        (90, 128, "path_fox", "bfloat16", 640),
+        (100, 128, "path_fox", "bfloat16", 640),
+        (90, 64, "nope", "bfloat16", 0),
+        (90, 64, "fox", "float16", 0),
+        (90, 64, "path_fox", "float32", 640),
+        (86, 128, "path", "bfloat16", 640),
+    ],
+)
+def test_decode_of_other_sizes(capability, D, encoding, dtype, stack):
+    check_decode(capability, D, encoding, dtype, stack)

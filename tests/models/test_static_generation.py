@@ -1,0 +1,58 @@
+"""generate() on a cache of fixed size, kernels run as Python, is what it is on one that grows."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from path_attention.models import StaticPathCache
+from path_attention.models.cache import CACHE_NAME, cache_bytes
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="test_static_gpu.py has it compiled"
+)
+MASK = torch.tensor([[0] * 15 + [1] * 5, [1] * 20])
+
+
+def prompts() -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randint(1, 64, MASK.shape) * MASK
+
+
+@pytest.mark.parametrize("preset", ["path_fox", "path", "alibi", "rope", "rotation_learned_qkv"])
+def test_generate_equals_a_growing_cache_under_left_padding(make_model, preset):
+    model = make_model(preset)
+    options = {"attention_mask": MASK, "max_new_tokens": 4, "do_sample": False}
+    grown = model.generate(prompts(), **options)
+    assert torch.equal(model.generate(prompts(), cache_implementation="static", **options), grown)
+
+
+def test_beams(make_model):
+    model = make_model("path_fox")
+    options = {"max_new_tokens": 3, "do_sample": False, "num_beams": 2}
+    prompt = prompts()[1:, :7]
+    fixed = model.generate(prompt, cache_implementation="static", **options)
+    assert torch.equal(fixed, model.generate(prompt, **options))
+
+
+def test_its_size_is_there_from_the_start(make_model):
+    model = make_model("path_fox")
+    cache = StaticPathCache(model.config, 64)
+    with torch.no_grad():
+        model(prompts()[1:, :3], **{CACHE_NAME: cache})
+        before = cache_bytes(cache)
+        model(prompts()[1:, 3:10], **{CACHE_NAME: cache})
+    assert (cache_bytes(cache), cache.get_seq_length()) == (before, 10)
+
+
+def test_refusals(make_model):
+    model = make_model("path")
+    with pytest.raises(ValueError, match="room for 20 tokens, got 12"):
+        model(prompts()[1:], **{CACHE_NAME: StaticPathCache(model.config, 12)})
+    with pytest.raises(ValueError, match="cache_implementation: expected None"):
+        model.generate(prompts()[1:], cache_implementation="offloaded_static", max_new_tokens=1)
+    with pytest.raises(ValueError, match="the softmax normalizer"):
+        make_model("stick_breaking").generate(prompts()[1:], cache_implementation="static")

@@ -1,0 +1,180 @@
+"""StaticLayerCache, its kernels run as Python, against the definition over the whole sequence."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from path_attention import path_attention
+from path_attention.nn import Chunk, LayerCache, StaticLayerCache
+from path_attention.nn.cache_units import memory
+from path_attention.ops.decode import STEP
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled here"
+)
+Inputs = list[Tensor | None]
+KINDS = [(False, False), (False, True), (True, False), (True, True)]
+EXACT = {"rtol": 2e-5, "atol": 2e-5}
+
+
+def make(
+    length: int,
+    *,
+    moves: bool,
+    fades: bool,
+    batch: int = 1,
+    heads: tuple[int, int] = (2, 1),
+    size: tuple[int, int] = (8, 5),
+    factors: int | None = None,
+) -> Inputs:
+    q = torch.randn(batch, length, heads[0], size[0])
+    k = torch.randn(batch, length, heads[1], size[0])
+    v = torch.randn(batch, length, heads[1], size[1])
+    each = (batch, length, heads[1], *([] if factors is None else [factors]))
+    w = torch.nn.functional.normalize(torch.randn(*each, size[0]), dim=-1)
+    gate = torch.nn.functional.logsigmoid(torch.randn(batch, length, heads[0]) + 2)
+    moved = [w, 2 * torch.rand(each)] if moves else [None, None]
+    return [q, k, v, *moved, gate if fades else None]
+
+
+def part(x: Inputs, start: int, stop: int) -> Inputs:
+    return [None if y is None else y[:, start:stop] for y in x]
+
+
+def attend(cache: LayerCache, x: Any, valid: Tensor | None = None) -> Tensor:
+    positions = torch.zeros(x[0].shape[:2], dtype=torch.int64)
+    chunk = Chunk(positions, valid=valid, before=cache.before)
+    return cache.attend(*x, scale=x[0].shape[3] ** -0.5, chunk=chunk)
+
+
+def attend_all(cache: LayerCache, x: Inputs, chunks: list[int], start: int = 0) -> Tensor:
+    outs = []
+    for length in chunks:
+        outs.append(attend(cache, part(x, start, start + length)))
+        start += length
+    return torch.cat(outs, 1)
+
+
+def exact(x: Inputs) -> Tensor:
+    wide: Any = [None if y is None else y.double() for y in x]
+    return path_attention(*wide, implementation="definition").float()
+
+
+@pytest.mark.parametrize(("moves", "fades"), KINDS)
+def test_steps_over_two_borders_equal_the_whole(poisoned_memory, moves, fades):
+    chunks = [16, 3, 1, 16, 7, 16, 16, 16, 16, 16, 16, 1]
+    x = make(sum(chunks), moves=moves, fades=fades)
+    cache = StaticLayerCache(150, unit=64)
+    torch.testing.assert_close(attend_all(cache, x, chunks), exact(x), **EXACT)
+    assert cache.seen == sum(chunks)
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (3, 1), (4, 2)])
+def test_rows_and_heads(poisoned_memory, heads):
+    chunks = [5, 16, 16, 16, 16, 1, 1]
+    x = make(sum(chunks), moves=True, fades=True, batch=2, heads=heads)
+    cache = StaticLayerCache(128, unit=64)
+    torch.testing.assert_close(attend_all(cache, x, chunks), exact(x), **EXACT)
+
+
+def test_factors(poisoned_memory):
+    x = make(70, moves=True, fades=False, factors=2)
+    cache = StaticLayerCache(70, unit=64)
+    torch.testing.assert_close(attend_all(cache, x, [16] * 4 + [6]), exact(x), **EXACT)
+
+
+@pytest.mark.parametrize(("moves", "fades"), KINDS)
+@pytest.mark.parametrize("prompt", [40, 64, 200])
+def test_after_a_prompt(poisoned_memory, moves, fades, prompt):
+    """Of which the tail may hold a whole unit more."""
+    x = make(prompt + 50, moves=moves, fades=fades)
+    cache = StaticLayerCache(260, unit=64)
+    outs = [attend_all(cache, x, [prompt]), attend_all(cache, x, [1, 16, 16, 16, 1], prompt)]
+    torch.testing.assert_close(torch.cat(outs, 1), exact(x), **EXACT)
+
+
+def test_after_more_than_a_group(poisoned_memory):
+    x = make(18 * 64 + 20, moves=True, fades=True)
+    cache = StaticLayerCache(18 * 64 + 80, unit=64)
+    outs = [attend_all(cache, x, [18 * 64]), attend_all(cache, x, [16, 4], 18 * 64)]
+    got = torch.cat(outs, 1)[:, -20:]
+    wide: Any = [None if y is None else y.double() for y in x]
+    whole = path_attention(*wide, implementation="blockwise").float()
+    torch.testing.assert_close(got, whole[:, -20:], **EXACT)
+
+
+def test_a_long_chunk_onto_a_settled_cache():
+    x = make(100, moves=True, fades=True)
+    cache = StaticLayerCache(100, unit=64)
+    torch.testing.assert_close(attend_all(cache, x, [1, 99]), exact(x), **EXACT)
+
+
+@pytest.mark.parametrize(("moves", "fades"), KINDS)
+@pytest.mark.parametrize("prompt", [20, 5])
+def test_padding_leaves_no_trace(poisoned_memory, moves, fades, prompt):
+    """Rows of 3 and all tokens, in a prompt or in a step, then two steps."""
+    x = make(prompt + 2, moves=moves, fades=fades, batch=2)
+    valid = torch.arange(prompt) < torch.tensor([[3], [prompt]])
+    cache = StaticLayerCache(64, unit=64)
+    attend(cache, part(x, 0, prompt), valid)
+    got = attend_all(cache, x, [1, 1], prompt)
+    keep = [0, 1, 2, prompt, prompt + 1]
+    short = [None if y is None else y[:1, keep] for y in x]
+    torch.testing.assert_close(got[:1], exact(short)[:, 3:], **EXACT)
+    torch.testing.assert_close(got[1:], exact(x)[1:, prompt:], **EXACT)
+    assert cache.lengths is not None
+    assert cache.lengths.tolist() == [5, prompt + 2]
+
+
+def test_forks_and_rows():
+    x = make(80, moves=True, fades=True, batch=2)
+    cache = StaticLayerCache(80, unit=64)
+    attend_all(cache, x, [16] * 4)
+    other = cache.fork()
+    other.select(torch.tensor([1, 0]))
+    swapped = [None if y is None else y.flip(0) for y in x]
+    got = attend_all(other, swapped, [16], 64)
+    torch.testing.assert_close(got, exact(swapped)[:, 64:], **EXACT)
+    torch.testing.assert_close(attend_all(cache, x, [16], 64), exact(x)[:, 64:], **EXACT)
+
+
+def test_taken_back_where_nothing_moves():
+    x = make(30, moves=False, fades=False)
+    cache = StaticLayerCache(30)
+    attend_all(cache, x, [16, 9])
+    cache.crop(20)
+    torch.testing.assert_close(attend_all(cache, x, [10], 20), exact(x)[:, 20:], **EXACT)
+    moved = StaticLayerCache(30)
+    attend_all(moved, make(5, moves=True, fades=False), [5])
+    with pytest.raises(ValueError, match="expected 0 or 5"):
+        moved.crop(4)
+
+
+def test_its_size_does_not_grow():
+    x = make(40, moves=True, fades=True)
+    cache = StaticLayerCache(64, unit=64)
+    attend_all(cache, x, [STEP])
+    before = memory([cache])
+    attend_all(cache, x, [STEP, 8], STEP)
+    assert memory([cache]) == before
+
+
+def test_refusals():
+    x = make(20, moves=True, fades=False)
+    with pytest.raises(ValueError, match="room: expected at least 1 token, got 0"):
+        StaticLayerCache(0)
+    with pytest.raises(ValueError, match="expected room for 20 tokens, got 10"):
+        attend(StaticLayerCache(10), x)
+    wide = [None if y is None else y.double() for y in x]
+    with pytest.raises(ValueError, match="got torch.float64 with a static cache"):
+        attend(StaticLayerCache(20), wide)
+    cache = StaticLayerCache(20)
+    attend(cache, part(x, 0, 3))
+    with pytest.raises(ValueError, match="expected one that has not settled"):
+        cache.export()
