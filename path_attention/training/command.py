@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -49,9 +49,11 @@ class BuildCorpus:
     """The corpus's folder. If it holds the same corpus already, nothing is done."""
     overwrite: bool = False
     """Replace a corpus made from other sources or options."""
+    processes: int = 1
+    """So many make tokens; the corpus is the same."""
 
     def run(self) -> None:
-        build(self.corpus, self.out, self.overwrite)
+        build(self.corpus, self.out, self.overwrite, processes=self.processes)
         print(self.out)
 
 
@@ -65,7 +67,9 @@ class ExportCheckpoint:
     """A new folder."""
     step: int | None = None
     """Of the checkpoint; default: the latest. `--checkpoint.keep` of a run says how many stay."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights written."""
 
     def run(self) -> None:
-        step = export_step(self.run_folder, self.step, self.out)
+        step = export_step(self.run_folder, self.step, self.out, self.dtype)
         print(f"{self.out}: step {step}")

@@ -11,12 +11,17 @@ end): the first gives the first real token something to follow, the last teaches
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import fnmatch
 import hashlib
 import json
+import math
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,8 +29,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from path_attention.training import tokenizer as tokenizers
+from path_attention.training.lock import locked
 from path_attention.training.progress import progress_bar, say
-from path_attention.training.sources import HUB, Documents
+from path_attention.training.sources import COPY, HUB, Documents
+from path_attention.training.tokens import JOURNAL, TOKENS, Encoder, Written, write_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -45,8 +52,12 @@ class CorpusRecipe:
             or "hub:NAME" (a hub data set, streamed).
         tokenizer: a name or folder; None trains a byte-level BPE on the training documents.
         vocab_size: of the trained BPE; 4096 if None. Contradicts `tokenizer`.
-        tokenizer_bytes: train the BPE on at most so much text (the first training documents).
+        tokenizer_bytes: train the BPE on at most about so much text: of files, training documents
+            drawn by the hash of their names; of data sets, the first.
         heldout_fraction: chance of a document to be held out, by the hash of its name and `seed`.
+        heldout: patterns of names; documents that match one are held out too, as
+            "site-packages/pandas/*" (a whole project, of which training then has no relatives).
+        deduplicate: leave out documents whose text is that of one before.
         seed: of the held-out split.
         include: patterns of which a file found in a folder must match one.
         hub_config: the hub data set's configuration.
@@ -61,6 +72,8 @@ class CorpusRecipe:
     vocab_size: int | None = None
     tokenizer_bytes: int = 200_000_000
     heldout_fraction: float = 0.05
+    heldout: tuple[str, ...] = ()
+    deduplicate: bool = False
     seed: int = 0
     include: tuple[str, ...] = ("*",)
     hub_config: str | None = None
@@ -104,8 +117,15 @@ class CorpusRecipe:
 
     def is_heldout(self, name: str) -> bool:
         """Whether the document of this name is held out: by its name alone, never by position."""
-        digest = hashlib.sha256(f"{self.seed}:{name}".encode("utf-8", "surrogateescape")).digest()
-        return int.from_bytes(digest[:8], "big") < self.heldout_fraction * 2**64
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.heldout):
+            return True
+        return _draw(self.seed, name) < self.heldout_fraction
+
+
+def _draw(seed: object, name: str) -> float:
+    """A number in [0, 1) that hangs on a name."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode("utf-8", "surrogateescape")).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
 
 
 class TokenCorpus:
@@ -127,13 +147,14 @@ class TokenCorpus:
         self.heldout: np.ndarray = np.load(path / "heldout.npy")
         self.bytes: np.ndarray = np.load(path / "bytes.npy")
         dtype = np.dtype(info["dtype"])
-        size = (path / "tokens.bin").stat().st_size
+        size = (path / TOKENS).stat().st_size
         if size != int(self.borders[-1]) * dtype.itemsize:
             raise ValueError(
                 f"corpus: {path / 'tokens.bin'} is damaged: expected "
                 f"{int(self.borders[-1]) * dtype.itemsize} bytes, got {size}"
             )
-        self.tokens: np.ndarray = np.memmap(path / "tokens.bin", dtype=dtype, mode="r")
+        self.tokens: np.ndarray = np.memmap(path / TOKENS, dtype=dtype, mode="r")
+        self._chosen = np.ones(len(self.heldout), dtype=bool)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> TokenCorpus:
@@ -171,7 +192,23 @@ class TokenCorpus:
         """int64: the indices of the documents of "train" or "heldout"."""
         if split not in ("train", "heldout"):
             raise ValueError(f'split: expected "train" or "heldout", got {split!r}')
-        return np.flatnonzero(self.heldout == (split == "heldout"))
+        return np.flatnonzero((self.heldout == (split == "heldout")) & self._chosen)
+
+    def only(self, patterns: Sequence[str]) -> TokenCorpus:
+        """The same corpus whose splits hold the documents alone whose names match a pattern.
+
+        Raises ValueError if none does.
+        """
+        part = copy.copy(self)
+        part._chosen = np.array(
+            [any(fnmatch.fnmatchcase(name, p) for p in patterns) for name in self.names], dtype=bool
+        )
+        if not part._chosen.any():
+            raise ValueError(
+                f"documents: expected patterns of names such as {self.names[0]!r}, none of "
+                f"{self.path} matches {list(patterns)}"
+            )
+        return part
 
     def document(self, n: int) -> np.ndarray:
         """The token ids of document n, its begin and end included."""
@@ -190,18 +227,21 @@ def build_corpus(
     *,
     overwrite: bool = False,
     progress: bool = True,
+    processes: int = 1,
     **options: Any,
 ) -> TokenCorpus:
     """Turn texts into a corpus in folder `out`, or open it if the same one is there already.
 
     It is written beside `out` and renamed when complete, so an interruption or a full disk leaves
-    `out` as it was.
+    `out` as it was; an interrupted build goes on where it was.
 
     Args:
         sources, options: as in `CorpusRecipe`.
         out: the folder to make.
         overwrite: replace another corpus there; without it that is an error.
         progress: draw a bar and say what was skipped.
+        processes: so many make tokens; the corpus is the same. More than one starts Python anew:
+            then the calling script needs `if __name__ == "__main__":`.
 
     Raises:
         ValueError: bad options; nothing readable in the sources; `out` holds something else.
@@ -209,7 +249,8 @@ def build_corpus(
     """
     if isinstance(sources, str):
         sources = (sources,)
-    return build(CorpusRecipe(sources=tuple(sources), **options), out, overwrite, progress)
+    recipe = CorpusRecipe(sources=tuple(sources), **options)
+    return build(recipe, out, overwrite, progress, processes)
 
 
 def build(
@@ -217,21 +258,35 @@ def build(
     out: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     progress: bool = True,
+    processes: int = 1,
 ) -> TokenCorpus:
     """As `build_corpus`, from a `CorpusRecipe`.
 
     With `out` None the folder is named by the fingerprint, under PATH_ATTENTION_CACHE/corpora or
     ~/.cache/path_attention/corpora.
     """
+    if processes < 1:
+        raise ValueError(f"processes: expected at least 1, got {processes}")
     documents = recipe.documents()
     tokenizer = None if recipe.tokenizer is None else tokenizers.load_tokenizer(recipe.tokenizer)
     fingerprint = _fingerprint(recipe, documents, tokenizer)
     out = _cache() / fingerprint[:16] if out is None else Path(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with _partial(out, fingerprint) as partial:
+        present = _present(out, fingerprint, overwrite)
+        if present is None:
+            _write(partial, recipe, documents, tokenizer, fingerprint, progress, processes)
+            _put_in_place(partial, out)
+        elif progress:
+            say(f"corpus: {out} is up to date")
+    return TokenCorpus.open(out)
+
+
+def _present(out: Path, fingerprint: str, overwrite: bool) -> TokenCorpus | None:
+    """The corpus, if it is there already. Raises ValueError on anything else that can't go."""
     if (out / "corpus.json").exists():
         present = TokenCorpus.open(out)
         if present.fingerprint == fingerprint:
-            if progress:
-                say(f"corpus: {out} is up to date")
             return present
         if not overwrite:
             raise ValueError(
@@ -240,18 +295,25 @@ def build(
             )
     elif out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise ValueError(f"out: expected a new folder, {out} holds something that is not a corpus")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.parent / f".{out.name}.partial-{os.getpid()}"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
-        _write(partial, recipe, documents, tokenizer, fingerprint, progress)
-        _put_in_place(partial, out)
-    except OSError as error:
-        raise OSError(error.errno, f"corpus: {error.strerror or error}", str(out)) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return TokenCorpus.open(out)
+    return None
+
+
+@contextmanager
+def _partial(out: Path, fingerprint: str) -> Iterator[Path]:
+    """The folder where a corpus is made, for one process at a time; it outlives a kill alone."""
+    partial = out.parent / f".{out.name}.partial-{fingerprint[:16]}"
+    with locked(out.parent / f".{out.name}.lock"):
+        partial.mkdir(exist_ok=True)
+        try:
+            yield partial
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise OSError(error.errno, f"corpus: {error.strerror or error}", str(out)) from error
+        except Exception:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        else:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def _cache() -> Path:
@@ -265,19 +327,24 @@ def _fingerprint(
     options = dataclasses.asdict(recipe)
     for name in ("sources", "include"):  # their effect is in the documents
         del options[name]
-    if recipe.max_tokens is None:
-        del options["max_tokens"]
+    for name in ("max_tokens", "heldout", "deduplicate"):  # younger than the format
+        if not options[name]:
+            del options[name]
     if tokenizer is None:
         options["vocab_size"] = recipe.vocab_size or _VOCABULARY
+        if _tokenizer_share(recipe, documents) < 1:
+            options["tokenizer_documents"] = "drawn"  # once the first
     options["tokenizer"] = None if tokenizer is None else tokenizers.tokenizer_digest(tokenizer)
     content = json.dumps([FORMAT, options, documents.digest()], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()
 
 
 def _train_tokenizer(recipe: CorpusRecipe, documents: Documents) -> PreTrainedTokenizerFast:
+    share = _tokenizer_share(recipe, documents)
+
     def texts() -> Iterator[str]:
-        left = recipe.tokenizer_bytes
-        for name, text in documents:
+        left = recipe.tokenizer_bytes if documents.hub else math.inf
+        for name, text in documents.drawn(lambda name: _draw("tokenizer", name) < share):
             if left <= 0:
                 return
             if not recipe.is_heldout(name):
@@ -287,11 +354,23 @@ def _train_tokenizer(recipe: CorpusRecipe, documents: Documents) -> PreTrainedTo
     return tokenizers.train_tokenizer(texts(), recipe.vocab_size or _VOCABULARY)
 
 
-def _batches(documents: Documents) -> Iterator[tuple[list[str], list[str]]]:
+def _tokenizer_share(recipe: CorpusRecipe, documents: Documents) -> float:
+    """Of files, the share that the tokenizer is trained on."""
+    return 1.0 if documents.hub else recipe.tokenizer_bytes / max(documents.size(), 1)
+
+
+def _batches(documents: Documents, deduplicate: bool) -> Iterator[tuple[list[str], list[str]]]:
     names: list[str] = []
     texts: list[str] = []
     characters = 0
+    seen: set[bytes] = set()
     for name, text in documents:
+        if deduplicate:
+            digest = hashlib.sha256(text.encode()).digest()[:16]
+            if digest in seen:
+                documents.skipped[COPY] += 1
+                continue
+            seen.add(digest)
         names.append(name)
         texts.append(text)
         characters += len(text)
@@ -309,58 +388,67 @@ def _write(
     tokenizer: PreTrainedTokenizerFast | None,
     fingerprint: str,
     progress: bool,
+    processes: int,
 ) -> None:
-    if tokenizer is None:
-        tokenizer = _train_tokenizer(recipe, documents)
-    tokenizer.save_pretrained(folder / "tokenizer")
+    if (folder / "tokenizer").exists():  # by an interrupted build
+        tokenizer = tokenizers.load_tokenizer(str(folder / "tokenizer"))
+    else:
+        tokenizer = tokenizer or _train_tokenizer(recipe, documents)
+        tokenizer.save_pretrained(folder / "tokenizer.partial")
+        os.rename(folder / "tokenizer.partial", folder / "tokenizer")
     dtype = np.dtype("<u2" if len(tokenizer) <= 1 << 16 else "<u4")
-    names: list[str] = []
-    lengths: list[int] = []
-    sizes: list[int] = []
-    digests: list[bytes] = []
-    with (
-        open(folder / "tokens.bin", "wb") as file,
-        progress_bar("documents", enabled=progress) as bar,
-    ):
+    with progress_bar("documents", enabled=progress) as bar:
         task = bar.add_task("corpus", total=len(documents.files) or recipe.max_documents)
-        for batch_names, texts in _batches(documents):
-            names += batch_names
-            for text, ids in zip(texts, tokenizers.encode_documents(tokenizer, texts), strict=True):
-                encoded = text.encode()
-                file.write(np.asarray(ids, dtype=dtype).tobytes())
-                lengths.append(len(ids))
-                sizes.append(len(encoded))
-                digests.append(hashlib.sha256(encoded).digest()[:16])
-            bar.update(task, advance=len(texts))
-            done = file.tell() // dtype.itemsize
-            if recipe.max_tokens is not None and done >= recipe.max_tokens:
-                break
-    heldout = np.array([recipe.is_heldout(name) for name in names], dtype=bool)
+        written = write_tokens(
+            folder,
+            _batches(documents, recipe.deduplicate),
+            Encoder(tokenizer, dtype),
+            processes=processes,
+            max_tokens=recipe.max_tokens,
+            advance=lambda count: bar.update(task, advance=count),
+        )
+    heldout = np.array([recipe.is_heldout(name) for name in written.names], dtype=bool)
     _check_split(recipe, documents, heldout)
-    in_training = {d for d, out in zip(digests, heldout, strict=True) if not out}
-    copies = sum(d in in_training for d, out in zip(digests, heldout, strict=True) if out)
-    borders = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
+    borders = np.concatenate([[0], np.cumsum(written.lengths, dtype=np.int64)]).astype(np.int64)
     np.save(folder / "borders.npy", borders)
     np.save(folder / "heldout.npy", heldout)
-    np.save(folder / "bytes.npy", np.asarray(sizes, dtype=np.int64))
-    (folder / "names.json").write_text(json.dumps(names))
+    np.save(folder / "bytes.npy", np.asarray(written.sizes, dtype=np.int64))
+    (folder / "names.json").write_text(json.dumps(written.names))
+    (folder / JOURNAL).unlink()
     info = {
         "format": FORMAT,
         "fingerprint": fingerprint,
         "recipe": dataclasses.asdict(recipe),
         "dtype": dtype.str,
         "vocab_size": len(tokenizer),
-        "documents": len(names),
-        "heldout_documents": int(heldout.sum()),
-        "heldout_documents_also_in_training": copies,
-        "tokens": int(borders[-1]),
-        "heldout_tokens": int(np.asarray(lengths)[heldout].sum()),
-        "bytes": sum(sizes),
+        **_counts(written, heldout),
         "skipped": dict(documents.skipped),
     }
     (folder / "corpus.json").write_text(json.dumps(info, indent=1) + "\n")
     if progress:
         say(summary(info))
+
+
+def _counts(written: Written, heldout: np.ndarray) -> dict[str, Any]:
+    pairs = list(zip(written.digests, heldout.tolist(), strict=True))
+    in_training = {digest for digest, out in pairs if not out}
+    by_source: dict[str, Counter[str]] = {}
+    for name, length, out in zip(written.names, written.lengths, heldout.tolist(), strict=True):
+        counts = by_source.setdefault(name.split("/")[0], Counter())
+        counts.update(documents=1, tokens=length)
+        counts.update(heldout_documents=int(out), heldout_tokens=length if out else 0)
+    whole: Counter[str] = Counter()
+    for counts in by_source.values():
+        whole.update(counts)
+    return {
+        "documents": whole["documents"],
+        "heldout_documents": whole["heldout_documents"],
+        "heldout_documents_also_in_training": sum(d in in_training for d, out in pairs if out),
+        "tokens": whole["tokens"],
+        "heldout_tokens": whole["heldout_tokens"],
+        "bytes": sum(written.sizes),
+        "by_source": {name: dict(counts) for name, counts in by_source.items()},
+    }
 
 
 def _check_split(recipe: CorpusRecipe, documents: Documents, heldout: np.ndarray) -> None:

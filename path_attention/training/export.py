@@ -71,13 +71,14 @@ def export_model(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def export_step(run: Path, step: int | None, out: Path) -> int:
+def export_step(run: Path, step: int | None, out: Path, dtype: str = "float32") -> int:
     """Write a checkpoint of a run as a model's folder, with the tokenizer if the run has one yet.
 
     Args:
         run: the run's folder.
         step: of the checkpoint; None for the latest.
         out: a new folder.
+        dtype: of the weights written, "float32" or "bfloat16".
 
     Returns:
         The step.
@@ -105,6 +106,7 @@ def export_step(run: Path, step: int | None, out: Path) -> int:
         reason = str(error).splitlines()[0]
         raise ValueError(f"step: {found[step]} holds no whole model: {reason}") from error
     model.load_state_dict(states["model"])
+    cast(nn.Module, model).to(getattr(torch, dtype))
     model.save_pretrained(out)
     for source in (run / "model", run.parent / "start"):
         if (source / "tokenizer_config.json").exists():

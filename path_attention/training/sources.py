@@ -7,7 +7,7 @@ import glob
 import hashlib
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +15,12 @@ HUB = "hub:"
 STDLIB = "stdlib"
 _THIRD_PARTY = frozenset({"site-packages", "dist-packages", "__pycache__"})
 # reasons to skip, as they are told to the user
-UNDECODABLE, EMPTY, UNREADABLE, TWICE = (
+UNDECODABLE, EMPTY, UNREADABLE, TWICE, COPY = (
     "not UTF-8 text",
     "empty",
     "unreadable",
     "named twice (taken once)",
+    "copies of a document before",
 )
 
 
@@ -73,9 +74,13 @@ class Documents:
         )
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
+        return self.drawn(lambda name: True)
+
+    def drawn(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, str]]:
+        """Those whose names are wanted; of files, the others aren't read."""
         self.skipped = Counter({TWICE: self._twice} if self._twice else {})
         left = self.max_documents
-        for name, text in self._all():
+        for name, text in self._all(wanted):
             if not text.strip():
                 self.skipped[EMPTY] += 1
                 continue
@@ -98,13 +103,17 @@ class Documents:
             total.update(f"{HUB}{name}\0{self.hub_options}\n".encode())
         return total.hexdigest()
 
-    def _all(self) -> Iterator[tuple[str, str]]:
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.path.stat().st_size for file in self.files if file.path.exists())
+
+    def _all(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, str]]:
         for file in self.files:
-            text = self._read(file)
+            text = self._read(file) if wanted(file.name) else None
             if text is not None:
                 yield file.name, text
         for name in self.hub:
-            yield from _stream_hub(name, *self.hub_options)
+            yield from (row for row in _stream_hub(name, *self.hub_options) if wanted(row[0]))
 
     def _read(self, file: TextFile) -> str | None:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -63,17 +63,3 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
 def tokenizer_digest(tokenizer: PreTrainedTokenizerFast) -> str:
     """Hash of the vocabulary, merges and rules."""
     return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
-
-
-def encode_documents(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[list[int]]:
-    """Each text as begin + tokens + end. A special token spelled out in a text stays plain text."""
-    backend: Any = tokenizer.backend_tokenizer
-    before = backend.encode_special_tokens
-    backend.encode_special_tokens = True
-    try:
-        encodings = backend.encode_batch(texts, add_special_tokens=False)
-    finally:
-        backend.encode_special_tokens = before
-    end: Any = tokenizer.eos_token_id
-    begin: Any = end if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    return [[begin, *encoding.ids, end] for encoding in encodings]

@@ -18,6 +18,7 @@ from path_attention.training import corpus as corpus_module
 from path_attention.training.corpus import CorpusRecipe, TokenCorpus, build, build_corpus
 from path_attention.training.sources import Documents
 from path_attention.training.tokenizer import END
+from path_attention.training.tokens import Encoder
 
 
 def make(sources, out, **options) -> TokenCorpus:
@@ -274,3 +275,79 @@ def test_a_corpus_stops_at_its_tokens(texts: Path, tmp_path: Path, monkeypatch) 
     assert (cut.tokens == whole.tokens[: cut.borders[-1]]).all()
     assert cut.borders[-2] < 2000 + 200, "at most one batch too many"
     assert cut.fingerprint != whole.fingerprint
+
+
+def test_documents_are_held_out_by_pattern_and_copies_left_out(tmp_path: Path) -> None:
+    folder = write_texts(tmp_path / "texts", 20)
+    (folder / "project").mkdir()
+    for n in range(3):
+        (folder / "project" / f"part{n}.py").write_text(f"project = {n}\n")
+        (folder / f"twin{n}.py").write_text((folder / "file05.py").read_text())
+    options = {"heldout_fraction": 0.0, "heldout": ("texts/project/*",), "deduplicate": True}
+    corpus = make(str(folder), tmp_path / "c", **options)
+    held = [corpus.names[n] for n in corpus.documents("heldout")]
+    assert held == [f"texts/project/part{n}.py" for n in range(3)]
+    assert corpus.info["skipped"] == {"copies of a document before": 3}
+    assert corpus.info["by_source"]["texts"]["documents"] == 23 == len(corpus.names)
+    assert corpus.info["by_source"]["texts"]["heldout_tokens"] == corpus.info["heldout_tokens"]
+    part = corpus.only(["texts/file1*", "texts/project/part0.py"])
+    assert [part.names[n] for n in part.documents("heldout")] == held[:1]
+    assert len(part.documents("train")) == 10 and len(corpus.documents("train")) == 20
+    with pytest.raises(ValueError, match="documents: expected patterns of names such as 'texts/"):
+        corpus.only(["prose/*"])
+
+
+def test_the_tokenizer_is_trained_on_files_of_all_sources(tmp_path: Path) -> None:
+    """More text than it may read: the share is drawn by name, not taken from the front."""
+    for source, word in (("a", "camel"), ("b", "zebra")):
+        for n in range(100):
+            path = tmp_path / source / f"{n:03}.txt"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(f"{word} " * 20)
+    sources = (str(tmp_path / "a"), str(tmp_path / "b"))
+    corpus = make(sources, tmp_path / "c", tokenizer_bytes=3000)
+    vocabulary = corpus.tokenizer().get_vocab()
+    assert "Ġcamel" in vocabulary and "Ġzebra" in vocabulary
+    again = make(sources, tmp_path / "d", tokenizer_bytes=3000)
+    assert again.tokenizer().get_vocab() == vocabulary
+
+
+def test_processes_change_nothing(texts: Path, corpus: TokenCorpus, tmp_path: Path) -> None:
+    many = make(str(texts), tmp_path / "many", processes=2)
+    assert many.fingerprint == corpus.fingerprint and many.names == corpus.names
+    assert (many.tokens == corpus.tokens).all() and (many.bytes == corpus.bytes).all()
+    with pytest.raises(ValueError, match="processes: expected at least 1, got 0"):
+        make(str(texts), tmp_path / "none", processes=0)
+
+
+@pytest.mark.parametrize("torn", ["", "a line without its end", "tokens"])
+def test_a_killed_build_goes_on_where_it_was(
+    texts: Path, corpus: TokenCorpus, tmp_path: Path, monkeypatch, torn: str
+) -> None:
+    monkeypatch.setattr(corpus_module, "_BATCH_CHARACTERS", 2000)
+    whole = make(str(texts), tmp_path / "whole")
+    encode, batches = Encoder.encode, []
+
+    def killed(self, texts):
+        batches.append(texts)
+        if len(batches) == 6:
+            raise KeyboardInterrupt
+        return encode(self, texts)
+
+    monkeypatch.setattr(Encoder, "encode", killed)
+    with pytest.raises(KeyboardInterrupt):
+        make(str(texts), tmp_path / "c")
+    (partial,) = tmp_path.glob(".c.partial-*")
+    journal = partial / "written.jsonl"
+    if torn == "tokens":
+        with open(partial / "tokens.bin", "r+b") as file:
+            file.truncate(file.seek(0, 2) - 1)
+    elif torn:
+        journal.write_text(journal.read_text()[:-1])
+    again = make(str(texts), tmp_path / "c")
+    total = len(list(corpus_module._batches(Documents((str(texts),)), False)))
+    assert len(batches) == 6 + total - (4 if torn else 5)  # none of the whole ones again
+    assert (again.tokens == whole.tokens).all() and again.names == whole.names
+    assert again.tokenizer().get_vocab() == whole.tokenizer().get_vocab()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c", "whole"]
+    assert not (again.path / "written.jsonl").exists()

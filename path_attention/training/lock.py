@@ -1,0 +1,28 @@
+"""A lock between processes that the system lets go when its holder dies."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def locked(lock: Path) -> Iterator[None]:
+    """Waits for the file's lock; the file is taken away behind it."""
+    while True:
+        with open(lock, "a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                mine = os.path.samestat(os.fstat(file.fileno()), lock.stat())
+            except FileNotFoundError:
+                mine = False
+            if not mine:  # the one that had it took it away
+                continue
+            try:
+                yield
+            finally:
+                lock.unlink(missing_ok=True)
+            return
