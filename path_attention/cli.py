@@ -88,6 +88,11 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
         "EvaluateLongBench",
         "MODEL …: LongBench-E by buckets of length",
     ),
+    ("evaluate", "write"): (
+        "path_attention.evaluation.harness.write_command",
+        "WriteSamples",
+        "SUITE: generated samples with their answers, to train on",
+    ),
     ("evaluate", "fetch"): (
         "path_attention.evaluation.harness.command",
         "FetchData",
@@ -152,6 +157,11 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
         "path_attention.benchmarks.packed",
         "BenchmarkPacked",
         "the same over packed documents, beside variable-length attention",
+    ),
+    ("benchmark", "training"): (
+        "path_attention.benchmarks.training",
+        "BenchmarkTraining",
+        "tokens a second of whole training steps beside RoPE's",
     ),
     ("benchmark", "accuracy"): (
         "path_attention.benchmarks.accuracy",

@@ -36,6 +36,7 @@ QUESTIONS = tuple(
 MODULES = (
     *("generated.background", "generated.sample", "generated.metrics", "generated.phonebook"),
     *("generated.babilong", "intervals", "harness.answers", "harness.run", "harness.sandbox"),
+    "harness.write_command",
 )
 
 

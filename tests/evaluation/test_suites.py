@@ -140,7 +140,7 @@ def test_zero_shot_is_lm_evals_own(folder, data_dir, tmp_path, monkeypatch):
     assert {row["model"] for row in rows} == {"llama", "path"}
     wikitext = next(row for row in rows if row["column"] == "wikitext")
     assert wikitext["context"] == wikitext["longest"] == CONTEXT and wikitext["cut"] == 0
-    load = data.loader(data_dir)
+    load, manager = data.loader(data_dir), suites.task_manager()
     for name in ("llama", "path"):
         model = load_model(folder / name, dtype=torch.float32)
         plan = suites.zero_shot(suites.Sources(load=load, count_tokens=len))
@@ -149,7 +149,9 @@ def test_zero_shot_is_lm_evals_own(folder, data_dir, tmp_path, monkeypatch):
             bos = {"add_bos_token": False} if rolling else {}
             own = HFLM(pretrained=model, tokenizer=load_tokenizer(folder / name), **bos)
             tasks = [p.task for p in plan if (p.name == "wikitext") == rolling]
-            theirs |= simple_evaluate(model=own, tasks=tasks, bootstrap_iters=0)["results"]
+            theirs |= simple_evaluate(own, tasks=tasks, task_manager=manager, bootstrap_iters=0)[
+                "results"
+            ]
         mine = scores([row for row in rows if row["model"] == name])
         for planned in plan:
             for metric in planned.metrics or ():
@@ -339,3 +341,19 @@ def test_perplexity_on_long_texts(folder, tmp_path, monkeypatch, capsys):
     assert "with bytes" in failure(capsys, *words, *own)
     empty = ("--texts", "pg19", "--data-dir", str(tmp_path / "none"))
     assert failure(capsys, *words, *empty).startswith("error: data_dir: expected pg19 in")
+
+
+def test_written_samples_are_solved_and_never_those_of_a_test(folder, tmp_path, capsys):
+    words = ("--model", str(folder / "path"), "--lengths", "300", "--samples", "4")
+    cli.main(["evaluate", "write", "phonebook", *words, "--out", str(tmp_path / "texts")])
+    texts = [path.read_text() for path in sorted((tmp_path / "texts").iterdir())]
+    assert len(texts) == 4
+    for text in texts:
+        book, _, asked = text.split("\n\n")
+        assert asked.strip() in book.splitlines()
+    evaluate("phonebook", tmp_path, str(folder / "path"), "--samples", "4", "--lengths", "300")
+    lines = (tmp_path / "path" / "phonebook.samples.jsonl").read_text().splitlines()
+    prompts = [json.loads(line)["prompt"] for line in lines]
+    assert not [1 for prompt in prompts for text in texts if text.startswith(prompt)]
+    bad = ("evaluate", "write", "babilong", *words, "--out", str(tmp_path / "x"))
+    assert failure(capsys, *bad).startswith("error: background: expected local text")

@@ -156,7 +156,7 @@ def longbench_e(sources: Sources) -> list[Planned]:
 
 def _from_lm_eval(columns: Mapping[str, tuple[str, ...]], sources: Sources) -> list[Planned]:
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    manager = _task_manager()
+    manager = task_manager()
     planned = []
     with tasks_load_by(sources.load):
         for column, metrics in columns.items():
@@ -166,8 +166,9 @@ def _from_lm_eval(columns: Mapping[str, tuple[str, ...]], sources: Sources) -> l
 
 
 @cache
-def _task_manager() -> TaskManager:
-    return TaskManager()  # it reads some ten thousand files
+def task_manager() -> TaskManager:
+    """lm-eval's tasks by name; made once, since that reads some ten thousand files."""
+    return TaskManager()
 
 
 def phonebook(sources: Sources) -> list[Planned]:
