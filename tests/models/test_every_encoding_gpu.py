@@ -22,7 +22,10 @@ def make(case: str, dtype: torch.dtype) -> tuple[Attention, Tensor, Tensor]:
     """The layer, an input, token ids."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    layer = Attention(AttentionConfig(**sizes, **CASES[case])).to(dtype)
+    options = dict(CASES[case])
+    if "rope_frequencies" in options:  # one a pair of this head size
+        options["rope_frequencies"] = [0.6**n for n in range(16)]
+    layer = Attention(AttentionConfig(**sizes, **options)).to(dtype)
     x = torch.randn(1, 200, 128).to(dtype)
     ids = torch.randint(0, 40, (1, 200))
     return layer, x, ids
