@@ -22,6 +22,7 @@ from path_attention.nn.attention import Attention, count_positions
 from path_attention.nn.cache import LayerCache
 from path_attention.nn.encoding import Decay, Transport
 from path_attention.nn.normalization import RMSNorm
+from path_attention.ops.context_split import ContextSplit
 from path_attention.ops.packing import Packing
 
 # What callers pass to any model and a model without them has no use for.
@@ -59,6 +60,7 @@ class PathAttentionBlock(GradientCheckpointingLayer):
         packing: Packing | None = None,
         valid: Tensor | None = None,
         layer_cache: LayerCache | None = None,
+        split: ContextSplit | None = None,
     ) -> Tensor:
         attended = self.attention(
             self.attention_norm(x),
@@ -67,6 +69,7 @@ class PathAttentionBlock(GradientCheckpointingLayer):
             packing=packing,
             valid=valid,
             cache=layer_cache,
+            split=split,
         )
         x = x + attended
         return x + self.mlp(self.mlp_norm(x))
@@ -120,6 +123,7 @@ class PathAttentionModel(PathAttentionPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         packing: Packing | Tensor | None = None,
+        split: ContextSplit | None = None,
         output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
@@ -137,6 +141,9 @@ class PathAttentionModel(PathAttentionPreTrainedModel):
             use_cache: return a cache; None is `config.use_cache` outside training.
             packing: borders of packed documents (B = 1): a `Packing`, or `cu_seqlens` `[N + 1]`
                 (also as transformers' `cu_seq_lens_q`).
+            split: the tokens are this process's (`split.take`) of a sequence that lies on several
+                processes, all of which call the model, forward and backward. Packed documents are
+                the split's; no mask, packing or cache goes with it.
             output_hidden_states: also return the embedding's and every block's output, the last
                 one normalised, as transformers has it.
 
@@ -152,13 +159,15 @@ class PathAttentionModel(PathAttentionPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids: expected either input_ids or inputs_embeds")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if split is not None:
+            use_cache = _check_split(x, split, attention_mask, packing, past, use_cache)
         past = self._cache(past, use_cache, packing)
         caches = [None] * len(self.layers) if past is None else layer_caches(past, len(self.layers))
         seen = None if caches[0] is None else caches[0].seen
         rows = Rows.of(x, attention_mask, packing, seen=seen)
         if past is not None and past.offloading:
             past.layers[0].prefetch()
-        positions = count_positions(x, packing, caches[0])
+        positions = count_positions(x, packing, caches[0], split)
         if position_ids is not None:
             rows.check_positions(position_ids, positions)
         if output_hidden_states is None:
@@ -179,6 +188,7 @@ class PathAttentionModel(PathAttentionPreTrainedModel):
                 packing=packing,
                 valid=rows.valid,
                 layer_cache=layer_cache,
+                split=split,
             )
             if past is not None and past.offloading and layer_cache is not None:
                 layer_cache.offload()
@@ -226,6 +236,7 @@ class PathAttentionForCausalLM(PathAttentionPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         packing: Packing | Tensor | None = None,
+        split: ContextSplit | None = None,
         num_items_in_batch: int | Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
@@ -233,9 +244,12 @@ class PathAttentionForCausalLM(PathAttentionPreTrainedModel, GenerationMixin):
 
         Args:
             labels: `[B, T]`: token t is the target of token t − 1; −100 is no target, nor is
-                padding or the first token of a row or of a packed document.
+                padding or the first token of a row or of a packed document. Under a split they are
+                aligned with the logits instead (`split.targets`).
             logits_to_keep: logits of the last n tokens only (0: all), or of these indices.
-            num_items_in_batch: divides the summed loss; None for the mean over these targets.
+            num_items_in_batch: divides the summed loss; None for the mean over these targets. Under
+                a split a process's loss is its own tokens' share: those of all processes sum to the
+                sequence's.
             Others: as in `PathAttentionModel.forward`.
 
         Returns:
@@ -247,7 +261,7 @@ class PathAttentionForCausalLM(PathAttentionPreTrainedModel, GenerationMixin):
         packing = as_packing(one_of("packing", packing, kwargs.pop("cu_seq_lens_q", None)))
         past = one_of("cache", cache, past_key_values)
         if isinstance(past, StaticPathCache) and input_ids is not None and input_ids.shape[1] == 1:
-            asked = (labels, inputs_embeds, position_ids, packing)
+            asked = (labels, inputs_embeds, position_ids, packing, split)
             states = kwargs.get("output_hidden_states") or self.config.output_hidden_states
             plain = not states and all(x is None for x in asked)
             if plain and not torch.is_grad_enabled():
@@ -263,6 +277,7 @@ class PathAttentionForCausalLM(PathAttentionPreTrainedModel, GenerationMixin):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             packing=packing,
+            split=split,
             **kwargs,
         )
         x = outputs.last_hidden_state
@@ -278,7 +293,9 @@ class PathAttentionForCausalLM(PathAttentionPreTrainedModel, GenerationMixin):
                     f"labels: expected {list(logits.shape[:2])}, one for each token's logits, "
                     f"got {list(labels.shape)}"
                 )
-            loss = next_token_loss(logits, labels, attention_mask, packing, num_items_in_batch)
+            loss = next_token_loss(
+                logits, labels, attention_mask, packing, num_items_in_batch, split
+            )
         kept_past: dict[str, Any] = {CACHE_NAME: outputs.get(CACHE_NAME)}
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, **kept_past
@@ -365,12 +382,14 @@ def next_token_loss(
     attention_mask: Tensor | None,
     packing: Packing | None,
     num_items_in_batch: int | Tensor | None,
+    split: ContextSplit | None = None,
 ) -> Tensor:
     """Cross-entropy (nats, float32) of token t's logits against label t + 1.
 
     The sum over targets divided by `num_items_in_batch`, or their mean; no target at all gives 0.
     logits `[B, T, V]`, labels `[B, T]`; −100, padding, and tokens without a predecessor in their
-    own document are no targets.
+    own document are no targets. Under a split, labels are this process's `split.targets`: token t's
+    logits against label t, and the mean is over the targets of all processes.
     """
     labels = labels.to(logits.device)
     if packing is not None:
@@ -379,13 +398,39 @@ def next_token_loss(
         real = attention_mask[:, -labels.shape[1] :].to(labels.device).bool()
         labels = labels.masked_fill(~real, -100)
         labels[:, 1:].masked_fill_(~real[:, :-1], -100)
-    targets = labels[:, 1:].flatten()
+    if split is None:
+        logits, labels = logits[:, :-1], labels[:, 1:]
     loss = F.cross_entropy(
-        logits[:, :-1].flatten(0, 1).float(), targets, ignore_index=-100, reduction="sum"
+        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum"
     )
-    if num_items_in_batch is None:
-        return loss / (targets != -100).sum().clamp(min=1)
-    return loss / num_items_in_batch
+    return loss / (
+        count_targets(labels, split) if num_items_in_batch is None else num_items_in_batch
+    )
+
+
+def count_targets(targets: Tensor, split: ContextSplit | None = None) -> Tensor:
+    """How many targets are none of −100, of all processes under a split; at least 1."""
+    count = (targets != -100).sum()
+    return (count if split is None else split.sum(count)).clamp(min=1)
+
+
+def _check_split(
+    x: Tensor,
+    split: ContextSplit,
+    attention_mask: Tensor | None,
+    packing: Packing | None,
+    past: Cache | None,
+    use_cache: bool | None,
+) -> bool:
+    """Raise ValueError on what does not go with a split; `use_cache` is False with one."""
+    named = {"attention_mask": attention_mask, "packing": packing, "cache": past}
+    for name, given in named.items():
+        if given is not None:
+            raise ValueError(f"{name}: expected None with a split, got {type(given).__name__}")
+    if use_cache:
+        raise ValueError("use_cache: expected None or False with a split, got True")
+    split.check_tokens("input_ids", x)
+    return False
 
 
 def one_of(name: str, first: Any, second: Any) -> Any:

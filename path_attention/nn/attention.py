@@ -12,6 +12,7 @@ from path_attention.nn.configuration import AttentionConfig
 from path_attention.nn.encoding import DECAYS, TRANSPORTS, Chunk
 from path_attention.nn.normalization import RMSNorm
 from path_attention.nn.normalizer import NORMALIZERS
+from path_attention.ops.context_split import ContextSplit
 from path_attention.ops.packing import Packing
 
 
@@ -57,6 +58,7 @@ class Attention(nn.Module):
         packing: Packing | None = None,
         valid: Tensor | None = None,
         cache: LayerCache | None = None,
+        split: ContextSplit | None = None,
     ) -> Tensor:
         """Attend a chunk of tokens to itself and to what `cache` holds, and append it there.
 
@@ -69,6 +71,9 @@ class Attention(nn.Module):
             valid: bool `[B, T]`, False for padding, which may only follow a row's real tokens;
                 what comes out there means nothing. None where every token is real.
             cache: this layer's state, extended in place.
+            split: x is this process's part of a sequence that lies on several ones, all of which
+                call the layer, forward and backward. Packed documents are the split's; neither
+                packing, valid nor a cache go with it.
 
         Returns:
             `[B, T, hidden_size]`.
@@ -77,10 +82,12 @@ class Attention(nn.Module):
             ValueError: naming the argument, what came, and what was expected.
         """
         _check(x, positions, token_ids, packing, valid, cache)
+        if split is not None:
+            self._check_split(x, split, packing, valid, cache)
         if positions is None:
-            positions = count_positions(x, packing, cache)
+            positions = count_positions(x, packing, cache, split)
         before = None if cache is None else cache.before
-        chunk = Chunk(positions, token_ids, packing, valid, before)
+        chunk = Chunk(positions, token_ids, packing, valid, before, split=split)
         q = self.q_norm(self.q_proj(x).unflatten(2, (self.heads, -1)))
         k = self.k_norm(self.k_proj(x).unflatten(2, (self.kv_heads, -1)))
         v = self.v_proj(x).unflatten(2, (self.kv_heads, -1))
@@ -91,9 +98,46 @@ class Attention(nn.Module):
             out = moved.restore(out)
         return self.o_proj(self.o_norm(out).flatten(2))
 
+    def _check_split(
+        self,
+        x: Tensor,
+        split: ContextSplit,
+        packing: Packing | None,
+        valid: Tensor | None,
+        cache: LayerCache | None,
+    ) -> None:
+        for name, given in (("packing", packing), ("valid", valid), ("cache", cache)):
+            if given is not None:
+                raise ValueError(f"{name}: expected None with a split, got {type(given).__name__}")
+        split.check_tokens("x", x)
+        for name in ("transport", "decay", "normalizer"):
+            part = getattr(self, name)
+            if not part.can_split:
+                raise ValueError(_no_split(name, type(part).__name__))
 
-def count_positions(x: Tensor, packing: Packing | None, cache: LayerCache | None) -> Tensor:
+
+def check_can_split(config: AttentionConfig) -> None:
+    """Raise ValueError, naming the field, on an encoding that can't lie on several processes."""
+    registries = {"transport": TRANSPORTS, "decay": DECAYS, "normalizer": NORMALIZERS}
+    for name, registry in registries.items():
+        chosen = getattr(config, name)
+        if not registry[chosen].can_split:
+            raise ValueError(_no_split(name, repr(chosen)))
+
+
+def _no_split(name: str, chosen: str) -> str:
+    return f"{name}: expected one that can lie on several processes (can_split), got {chosen}"
+
+
+def count_positions(
+    x: Tensor,
+    packing: Packing | None,
+    cache: LayerCache | None,
+    split: ContextSplit | None = None,
+) -> Tensor:
     """int64 `[B, T]`: positions of a chunk `[B, T, …]` whose padding follows its real tokens."""
+    if split is not None:
+        return split.positions().to(x.device).expand(x.shape[0], -1)
     if packing is not None:
         return packing.position_ids()[None].to(x.device)
     positions = torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)

@@ -5,18 +5,28 @@ Each calls its operator on a chunk, and lets the cache, if there is one, add the
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor, nn
 
 from path_attention.nn.cache import LayerCache, hide
 from path_attention.nn.configuration import AttentionConfig
 from path_attention.nn.encoding import TRANSPORTS, Chunk, Moved
+from path_attention.ops.context_linear import context_parallel_linear_attention
+from path_attention.ops.context_parallel import context_parallel_attention
 from path_attention.ops.linear import linear_attention
 from path_attention.ops.path import path_attention
 from path_attention.ops.stick_breaking import stick_breaking_attention
 
 
 class Normalizer(nn.Module):
-    """Attends with moved queries, keys and values under a decay."""
+    """Attends with moved queries, keys and values under a decay.
+
+    Attributes:
+        can_split: whether it is right on a sequence that lies on several processes (`Chunk.split`).
+    """
+
+    can_split: ClassVar[bool] = False
 
     @classmethod
     def check(cls, config: AttentionConfig) -> None:
@@ -38,6 +48,8 @@ class Normalizer(nn.Module):
 class Softmax(Normalizer):
     """o_i = Σ_{j≤i} softmax_j(A_ij) v_j: `path_attention`; SDPA without w, β and gate."""
 
+    can_split = True
+
     def forward(
         self,
         moved: Moved,
@@ -48,6 +60,10 @@ class Softmax(Normalizer):
         cache: LayerCache | None,
     ) -> Tensor:
         q, k, v, w, beta, _ = moved
+        if chunk.split is not None:
+            return context_parallel_attention(
+                q, k, v, w, beta, log_forget, split=chunk.split, scale=scale
+            )  # pyright: ignore[reportReturnType]
         if cache is None:
             return path_attention(
                 q, k, v, w, beta, log_forget, scale=scale, cu_seqlens=chunk.packing
@@ -96,6 +112,8 @@ class Linear(Normalizer):
     Decoding keeps S and the last tokens, and no other keys: constant memory.
     """
 
+    can_split = True
+
     def forward(
         self,
         moved: Moved,
@@ -106,6 +124,10 @@ class Linear(Normalizer):
         cache: LayerCache | None,
     ) -> Tensor:
         q, k, v, w, beta, _ = moved
+        if chunk.split is not None:
+            return context_parallel_linear_attention(
+                q, k, v, w, beta, log_forget, split=chunk.split, scale=scale
+            )
         if cache is not None:
             return cache.extend_linear(q, k, v, w, beta, log_forget, scale=scale, chunk=chunk)
         if chunk.valid is not None:

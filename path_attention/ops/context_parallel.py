@@ -66,14 +66,7 @@ def context_parallel_attention(
     """
     q, k, v = cast_as_autocast_does(q, k, v)
     check_tensors(q, k, v, w, beta, log_forget)
-    if q.shape[1] != split.tokens:
-        raise ValueError(
-            f"q: expected this process's {split.tokens} tokens of {split.total}, got {q.shape[1]}"
-        )
-    if split.packed and q.shape[0] != 1:
-        raise ValueError(
-            f"split: expected a batch of 1 with packed documents, got B = {q.shape[0]}"
-        )
+    split.check_tokens("q", q)
     scale = float(q.shape[3] ** -0.5 if scale is None else scale)
     w = unit_directions(w)
     with torch.autocast(q.device.type, enabled=False):

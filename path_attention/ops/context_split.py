@@ -148,10 +148,16 @@ class ContextSplit:
             first -= 1
         return list(range(run - 1, first - 1, -1))
 
+    @torch.compiler.disable
     def packing(self, device: torch.device | str = "cpu") -> Packing | None:
         """The borders of this process's pieces; None where the sequence has no documents."""
         lengths = [p.tokens for run in self.runs for p in self.pieces[run]]
         return self._packing("pieces", lengths, device)
+
+    def run_packing(self, run: int, device: torch.device | str = "cpu") -> Packing | None:
+        """The borders of one run's pieces; None where the sequence has no documents."""
+        lengths = [piece.tokens for piece in self.pieces[run]]
+        return self._packing(f"run {run}", lengths, device)
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
         """This process's tokens of a whole sequence's `x`."""
@@ -185,6 +191,13 @@ class ContextSplit:
         shifted[:, ends] = IGNORED
         return self.take(shifted)
 
+    def sum(self, x: Tensor) -> Tensor:
+        """x summed over the processes of the group. No gradients."""
+        total = x.detach().clone()
+        if self.count > 1:
+            dist.all_reduce(total, group=self.group)
+        return total
+
     def join(self, x: Tensor, dim: int = 1) -> Tensor:
         """The whole sequence's x on every process, from each one's own tokens. No gradients."""
         self._check("x", x.shape[dim], self.tokens)
@@ -200,6 +213,7 @@ class ContextSplit:
                 done += self.length(run)
         return whole.movedim(0, dim)
 
+    @torch.compiler.disable
     def extend(self, x: Tensor, count: int) -> Tensor:
         """x with the `count` tokens before each of this process's runs: a convolution's halo.
 
@@ -218,7 +232,7 @@ class ContextSplit:
             return x
         parts = x.split([self.length(run) for run in self.runs], 1)
         ends = torch.stack([_pad_front(part[:, -count:], count) for part in parts])
-        ends = cast(Tensor, _Gather.apply(ends, self))  # [2R, B, count, C]
+        ends = gather_runs_with_gradients(ends, self)  # [2R, B, count, C]
         lengths = [min(self.length(run), count) for run in range(2 * self.count)]
         extended = []
         for run, part in zip(self.runs, parts, strict=True):
@@ -227,6 +241,7 @@ class ContextSplit:
             extended += [_pad_front(halo, count), part]
         return torch.cat(extended, 1)
 
+    @torch.compiler.disable
     def extended_packing(self, count: int, device: torch.device | str = "cpu") -> Packing | None:
         """The borders of `extend`'s result; None where the sequence has no documents."""
         lengths = []
@@ -255,6 +270,18 @@ class ContextSplit:
             self._packings[key] = Packing.from_lengths(lengths, device)
         return self._packings[key]
 
+    def check_tokens(self, name: str, x: Tensor) -> None:
+        """Raise ValueError unless x `[B, T, …]` are this process's tokens, B = 1 if packed."""
+        if x.shape[1] != self.tokens:
+            raise ValueError(
+                f"{name}: expected this process's {self.tokens} tokens of {self.total}, "
+                f"got {x.shape[1]}"
+            )
+        if self.packed and x.shape[0] != 1:
+            raise ValueError(
+                f"split: expected a batch of 1 with packed documents, got B = {x.shape[0]}"
+            )
+
     def _check(self, name: str, tokens: int, expected: int) -> None:
         if tokens != expected:
             raise ValueError(f"{name}: expected {expected} tokens, got {tokens}")
@@ -275,6 +302,11 @@ def sum_runs(grad: Tensor, split: ContextSplit) -> Tensor:
     if split.count > 1:
         dist.all_reduce(grad, group=split.group)
     return torch.stack([grad[run] for run in split.runs])
+
+
+def gather_runs_with_gradients(x: Tensor, split: ContextSplit) -> Tensor:
+    """`gather_runs`, through which gradients go home; all processes must go back through it."""
+    return cast(Tensor, _Gather.apply(x, split))
 
 
 class _Gather(torch.autograd.Function):

@@ -97,15 +97,14 @@ class _Accumulate(torch.autograd.Function):
     def forward(
         ctx: Any, angles: Tensor, state: Tensor, first: Tensor | None, last: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        turns = angles.double() / (2 * math.pi)
-        units = ((turns - turns.round()) * _TURN).round().to(torch.int64)
+        units = to_units(angles)
         total = running_sum(units) + state[:, None]
         if first is not None:
             total = total - (total - units).index_select(1, first)
-        total = ((total + _TURN // 2) & (_TURN - 1)) - _TURN // 2
+        total = within_a_turn(total)
         ctx.save_for_backward(last)
         ctx.mark_non_differentiable(total)
-        return (total.double() * (2 * math.pi / _TURN)).to(angles.dtype), total
+        return to_angles(total, angles.dtype), total
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -115,6 +114,22 @@ class _Accumulate(torch.autograd.Function):
         if last is not None:
             after = after - (after - grad).index_select(1, last)
         return after.to(grads[0].dtype), None, None, None
+
+
+def to_units(angles: Tensor) -> Tensor:
+    """int64: angles in radians, modulo a turn, rounded to whole units of 2⁻⁵² turns."""
+    turns = angles.double() / (2 * math.pi)
+    return ((turns - turns.round()) * _TURN).round().to(torch.int64)
+
+
+def within_a_turn(units: Tensor) -> Tensor:
+    """The same modulo a turn: from minus half a turn up to half a turn."""
+    return ((units + _TURN // 2) & (_TURN - 1)) - _TURN // 2
+
+
+def to_angles(units: Tensor, dtype: torch.dtype) -> Tensor:
+    """Units within a turn in radians."""
+    return (units.double() * (2 * math.pi / _TURN)).to(dtype)
 
 
 def running_sum(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from path_attention.models.modeling import SwiGLU
+from path_attention.models.modeling import SwiGLU, count_targets
 from path_attention.nn.normalization import RMSNorm
 
 
@@ -70,24 +70,29 @@ def _with_loss(
     labels: Tensor | None = None,
     num_items_in_batch: float | Tensor | None = None,
     packing: Any = None,
+    split: Any = None,
     **inputs: Any,
 ) -> Any:
     if labels is None or inputs.get("attention_mask") is not None:
         return self._own_forward(
-            labels=labels, num_items_in_batch=num_items_in_batch, packing=packing, **inputs
+            labels=labels,
+            num_items_in_batch=num_items_in_batch,
+            packing=packing,
+            split=split,
+            **inputs,
         )
-    x = self.model(packing=packing, **inputs).last_hidden_state
+    x = self.model(packing=packing, split=split, **inputs).last_hidden_state
     if packing is not None:
         starts = packing.position_ids()[None].to(labels.device) == 0
         labels = labels.masked_fill(starts, -100)
-    x, targets, weight = x[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), self.lm_head.weight
+    if split is None:
+        x, labels = x[:, :-1], labels[:, 1:]
+    x, targets, weight = x.flatten(0, 1), labels.flatten(), self.lm_head.weight
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
     loss = self._kernels.liger_fused_linear_cross_entropy(
         x, weight, targets, reduction="sum", accum_dtype=torch.float32
     )
-    divisor = (
-        (targets != -100).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-    )
+    divisor = count_targets(targets, split) if num_items_in_batch is None else num_items_in_batch
     return CausalLMOutputWithPast(loss=loss.float() / divisor)
