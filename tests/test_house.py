@@ -36,7 +36,7 @@ ALLOWED = {
     "conversion": CONVERSION,
     "recipes": CONVERSION | {"recipes"},
     "serving": MODELS | {"serving"},
-    "benchmarks": MODELS | {"benchmarks"},
+    "benchmarks": TRAINING | {"benchmarks"},
     "results": set(),
     "cli": CONVERSION | {"recipes", "serving", "benchmarks"},
     "__main__": {"cli"},

@@ -40,10 +40,11 @@ class Objective:
 
     def loss(self, model: nn.Module, row: Row, divisor: float, device: torch.device) -> Tensor:
         """The row's summed loss over `divisor`, float32, under autocast; `model` is spread."""
+        input_ids, labels, packing = row.batch()
         return model(
-            input_ids=row.input_ids.to(device),
-            labels=row.labels.to(device),
-            packing=row.packing.to(device),
+            input_ids=input_ids.to(device),
+            labels=labels.to(device),
+            packing=None if packing is None else packing.to(device),
             num_items_in_batch=divisor,
             use_cache=False,
         ).loss

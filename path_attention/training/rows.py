@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from path_attention.ops.context_split import ContextSplit
 from path_attention.ops.packing import Packing
 from path_attention.training.corpus import Split, TokenCorpus
 
@@ -30,17 +31,30 @@ class Row:
             may be seen predicts (the model shifts labels itself).
         packing: the borders of the pieces.
         documents: each piece's document.
+        split: how the row lies on the processes that share it; None where each has its own.
     """
 
     input_ids: Tensor
     labels: Tensor
     packing: Packing
     documents: tuple[int, ...]
+    split: ContextSplit | None = None
 
     @property
     def targets(self) -> int:
         """How many tokens are predicted."""
         return self.input_ids.shape[1] - len(self.packing.lengths)
+
+    def batch(self) -> tuple[Tensor, Tensor, Packing | None]:
+        """input_ids and labels `[N, T / N]` without borders, where all N pieces are as long.
+
+        Else as they are, with their borders. A batch needs no kernels for packed documents.
+        """
+        lengths = self.packing.lengths
+        if min(lengths) < max(lengths):
+            return self.input_ids, self.labels, self.packing
+        shape = (len(lengths), lengths[0])
+        return self.input_ids.reshape(shape), self.labels.reshape(shape), None
 
 
 class Rows(Protocol):

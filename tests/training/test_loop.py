@@ -144,6 +144,23 @@ def test_documents_never_see_each_other(make_recipe, corpus, tmp_path: Path) -> 
     assert not torch.equal(before, after)
 
 
+def test_a_batch_of_pieces_trains_as_the_packed_row(make_recipe, corpus, tmp_path: Path) -> None:
+    run = run_of(make_recipe(), corpus, tmp_path)
+    packing = Packing.from_lengths([16] * 4)
+    row = dataclasses.replace(run.rows.row(0), packing=packing)
+    row = dataclasses.replace(row, input_ids=row.input_ids[:, :64], labels=row.labels[:, :64])
+
+    def gradients(row) -> list[torch.Tensor]:
+        run.model.zero_grad()
+        run._loss(row, 10.0).backward()
+        return [p.grad.clone() for p in run.model.parameters() if p.grad is not None]
+
+    batch = gradients(row)
+    packed = SimpleNamespace(batch=lambda: (row.input_ids, row.labels, row.packing))
+    for one, other in zip(batch, gradients(packed), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
+
+
 def test_weight_decay_leaves_out_norms_and_biases(make_recipe, corpus, tmp_path: Path) -> None:
     run = run_of(make_recipe(), corpus, tmp_path)
     names = {id(p): name for name, p in run.model.named_parameters()}

@@ -116,3 +116,14 @@ def test_rows_ahead_are_the_rows(corpus: TokenCorpus, workers: int) -> None:
             assert torch.equal(row.input_ids, exact.input_ids)
             assert torch.equal(row.labels, exact.labels)
     source.close()
+
+
+def test_pieces_of_one_length_are_a_batch() -> None:
+    even = PackedRows(corpus_of([8] * 6), "train", context_length=8, row_tokens=24, seed=0).row(0)
+    input_ids, labels, packing = even.batch()
+    assert packing is None and input_ids.shape == labels.shape == (3, 8)
+    assert (input_ids.flatten() == even.input_ids[0]).all()
+    assert (labels[:, 0] == IGNORED).all() and (labels[:, 1:] == input_ids[:, 1:]).all()
+    uneven = PackedRows(corpus_of([8, 5, 9]), "train", context_length=8, row_tokens=12, seed=0)
+    row = uneven.row(0)
+    assert row.batch() == (row.input_ids, row.labels, row.packing)

@@ -1,0 +1,339 @@
+"""The command `path-attention benchmark training`: whole steps of the trainer, beside RoPE's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from path_attention.benchmarks.comparison import (
+    Report,
+    at_least,
+    name_of,
+    numbers,
+    pick_device,
+    pick_dtype,
+    publish,
+    say,
+    set_threads,
+    words,
+)
+from path_attention.benchmarks.measure import stopwatch
+from path_attention.models import PRESETS, PathAttentionConfig
+from path_attention.ops.packing import Packing
+from path_attention.training.flops import peak_flops
+from path_attention.training.loop import build_optimizer
+from path_attention.training.model import build_model
+from path_attention.training.objective import Objective
+from path_attention.training.processes import Processes
+from path_attention.training.recipe import DataRecipe, ModelRecipe, Recipe
+from path_attention.training.rows import IGNORED, Row
+
+_ANCHOR = "rope"
+_WAYS = ("eager", "compiled", "fused", "checkpointed")
+_WARM_UP = 2  # steps: the first compiles
+_SDPA = {
+    "cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH],
+    "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH],
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkTraining:
+    """Tokens a second of whole training steps under each encoding, beside RoPE's.
+
+    A step is the trainer's own, on one device: forward and backward of each pass, clipping, AdamW.
+    Passes hold whole documents of one length, of random tokens; RoPE attends by PyTorch's kernels.
+    Models take turns, and ratios are to RoPE's step in the same turn. The ceiling is a large matrix
+    product's rate on the same device. Writes OUT.json and OUT.png and prints the table.
+    """
+
+    encodings: str = "path,path_fox"
+    """Presets with commas between. RoPE is measured always."""
+    lengths: str = "4096,16384"
+    """Tokens of a document, with commas between."""
+    ways: str = "eager,compiled,checkpointed"
+    """Words of eager, compiled, fused (liger-kernel), checkpointed, with commas between, or joined
+    by +, as compiled+checkpointed."""
+    pass_tokens: int = 16384
+    """Tokens of one forward pass."""
+    passes: int = 4
+    """Passes of a step."""
+    layers: int = 24
+    hidden_size: int = 1536
+    heads: int = 24
+    intermediate_size: int = 4096
+    vocab_size: int = 32000
+    sdpa: Literal["cudnn", "flash", "auto"] = "cudnn"
+    """RoPE's attention on a GPU: cuDNN's or FlashAttention, or PyTorch's own choice."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of matrix products; auto is bfloat16 on a GPU, float32 on the CPU."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1 …; auto takes a GPU where there is one."""
+    repeats: int = 5
+    """Turns that count."""
+    threads: int = 0
+    """Threads on the CPU; 0 is torch's own choice."""
+    out: Path = Path("results/training")
+    """Where the results go, without an ending."""
+
+    def run(self) -> None:
+        from path_attention.benchmarks.figure import print_rows
+
+        device = pick_device(self.device)
+        set_threads(self.threads)
+        result = publish(
+            self,
+            "training",
+            what="Tokens a second of the trainer's steps under each encoding; speed is over RoPE's "
+            "in the same turn; mfu is model FLOPs over the device's stated peak, of_ceiling over "
+            "a large matrix product's rate measured beside; peak MiB above weights and moments",
+            rows=self.measure(device, say),
+            device=device,
+            draw=draw,
+        )
+        columns = ("encoding", "length", "way", "tokens_per_second", "speed", "mfu", "of_ceiling")
+        print_rows(result, (*columns, "peak_mib"))
+
+    def measure(self, device: torch.device, report: Report) -> list[dict[str, Any]]:
+        """The rows of the result. Raises ValueError on bad options, or if RoPE does not fit."""
+        sizes = ("layers", "hidden_size", "heads", "intermediate_size", "vocab_size", "passes")
+        at_least(self, repeats=1, threads=0, **dict.fromkeys(sizes, 1))
+        wanted = words("encodings", self.encodings, list(PRESETS))
+        names = [_ANCHOR, *(name for name in dict.fromkeys(wanted) if name != _ANCHOR)]
+        lengths = numbers("lengths", self.lengths)
+        for length in lengths:
+            if length < 2 or self.pass_tokens % length:
+                raise ValueError(
+                    f"lengths: expected divisors of pass_tokens = {self.pass_tokens} from 2 on, "
+                    f"got {length}"
+                )
+        ways = self.ways.split(",")
+        for way in ways:
+            words("ways", way.replace("+", ","), _WAYS)
+        dtype = pick_dtype(self.dtype, device)
+        ceiling = matrix_rate(device, dtype)
+        report(f"a large matrix product: {ceiling / 1e12:,.1f} TFLOP/s")
+        rows = []
+        for way in ways:
+            for length in lengths:
+                rows += self._rows(way, length, names, dtype, device, ceiling, report)
+        return rows
+
+    def _rows(
+        self,
+        way: str,
+        length: int,
+        names: Sequence[str],
+        dtype: torch.dtype,
+        device: torch.device,
+        ceiling: float,
+        report: Report,
+    ) -> list[dict[str, Any]]:
+        torch.compiler.reset()
+        with _attention(self.sdpa):
+            trained = self._warm(way, length, names, dtype, device, report)
+            times = _take_turns(list(trained.values()), self.repeats)
+        rows = []
+        for (name, model), taken in zip(trained.items(), times, strict=True):
+            seconds = median(taken) / 1e3
+            rate = model.flops / seconds
+            peak = peak_flops(device, dtype)
+            row = {
+                "encoding": name,
+                "length": length,
+                "way": way,
+                "pass_tokens": self.pass_tokens,
+                "passes": self.passes,
+                "parameters": model.parameters,
+                "dtype": name_of(dtype),
+                "repeats": self.repeats,
+                "step_ms": float(f"{median(taken):.5g}"),
+                "tokens_per_second": round(self.pass_tokens * self.passes / seconds, 1),
+                "speed": round(median(a / b for a, b in zip(times[0], taken, strict=True)), 4),
+                "mfu": None if peak is None else round(rate / peak, 4),
+                "of_ceiling": round(rate / ceiling, 4),
+                "ceiling_tflops": round(ceiling / 1e12, 3),
+                "peak_mib": model.peak_mib,
+            }
+            rows.append(row)
+            report(
+                f"{way}, {length} tokens, {name}: {row['tokens_per_second']:,.0f} tokens/s, "
+                f"{row['speed']:.3f} of RoPE's, {row['of_ceiling']:.1%} of the ceiling"
+            )
+        return rows
+
+    def _warm(
+        self,
+        way: str,
+        length: int,
+        names: Sequence[str],
+        dtype: torch.dtype,
+        device: torch.device,
+        report: Report,
+    ) -> dict[str, _Trained]:
+        """The models that fit, after their first steps."""
+        trained = {}
+        for name in names:
+            try:
+                model = _Trained(self._recipe(name, way, length, dtype, device), self.vocab_size)
+                for _ in range(_WARM_UP):
+                    model.step()
+            except torch.OutOfMemoryError as error:
+                if name == _ANCHOR:
+                    raise ValueError(
+                        f"pass_tokens: expected fewer than {self.pass_tokens}, with which RoPE "
+                        f"does not fit ({way}): {str(error).splitlines()[0]}"
+                    ) from error
+                report(f"{way}, {length} tokens, {name}: does not fit in memory")
+                torch.cuda.empty_cache()
+            else:
+                trained[name] = model
+        return trained
+
+    def _recipe(
+        self, name: str, way: str, length: int, dtype: torch.dtype, device: torch.device
+    ) -> Recipe:
+        parts = way.split("+")
+        return Recipe(
+            name="benchmark",
+            model=ModelRecipe(
+                preset=name,
+                hidden_size=self.hidden_size,
+                num_hidden_layers=self.layers,
+                num_attention_heads=self.heads,
+                intermediate_size=self.intermediate_size,
+            ),
+            data=DataRecipe(context_length=length),
+            steps=1,
+            batch_tokens=self.pass_tokens * self.passes,
+            micro_batch_tokens=self.pass_tokens,
+            precision="bfloat16" if dtype == torch.bfloat16 else "float32",
+            initialisation="meta",
+            activation_checkpointing="checkpointed" in parts,
+            compile="inductor" if "compiled" in parts else None,
+            fused="fused" in parts,
+            device="cuda" if device.type == "cuda" else "cpu",
+        )
+
+
+class _Trained:
+    """A model with its optimizer, and the trainer's step on rows that stay the same."""
+
+    def __init__(self, recipe: Recipe, vocabulary: int) -> None:
+        self.recipe = recipe
+        self.device = pick_device(recipe.device)
+        self.dtype = torch.bfloat16 if recipe.precision == "bfloat16" else torch.float32
+        config = PathAttentionConfig.from_preset(
+            recipe.model.preset,
+            vocab_size=vocabulary,
+            max_position_embeddings=recipe.data.context_length,
+            **recipe.model.overrides(),
+        )
+        processes = Processes(0, 1, self.device)
+        self.model, flops, self.parameters = build_model(recipe, config, self.dtype, processes)
+        self.model.train()
+        self.optimizer = build_optimizer(self.model, recipe.optimizer)
+        self.objective = Objective()
+        passes = recipe.passes(1)
+        self.rows = [_row(recipe, vocabulary, seed) for seed in range(passes)]
+        self.flops = sum(flops.of(row.packing.lengths) for row in self.rows)
+        self.peak_mib: float | None = None
+
+    def step(self) -> None:
+        """Forward and backward of every pass, clipping, AdamW: as `training.loop` takes it."""
+        before, cuda = 0, self.device.type == "cuda"
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(self.device)
+            before = torch.cuda.memory_allocated(self.device)
+        targets = sum(row.targets for row in self.rows)
+        losses: list[Tensor] = []
+        for row in self.rows:
+            with torch.autocast(
+                self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16
+            ):
+                loss = self.objective.loss(self.model, row, targets, self.device)
+            loss.backward()
+            losses.append(loss.detach())
+        loss = torch.stack(losses).sum().item()  # the loop looks at it, too
+        norm = nn.utils.clip_grad_norm_(
+            self.model.parameters(), self.recipe.optimizer.clip or math.inf
+        )
+        if not math.isfinite(loss + float(norm)):
+            raise FloatingPointError(f"{self.recipe.model.preset}: the loss is {loss}")
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if cuda:
+            peak = torch.cuda.max_memory_allocated(self.device) - before
+            self.peak_mib = round(peak / 2**20, 1)
+
+
+def _row(recipe: Recipe, vocabulary: int, seed: int) -> Row:
+    """A pass of whole documents of random tokens."""
+    length, tokens = recipe.data.context_length, recipe.row_tokens
+    packing = Packing.from_lengths([length] * (tokens // length))
+    rng = torch.Generator().manual_seed(seed)
+    input_ids = torch.randint(vocabulary, (1, tokens), generator=rng)
+    labels = input_ids.clone()
+    labels[0, packing.cu_seqlens[:-1].long()] = IGNORED
+    return Row(input_ids, labels, packing, tuple(range(len(packing.lengths))))
+
+
+def _take_turns(models: Sequence[_Trained], repeats: int) -> list[list[float]]:
+    """Milliseconds of a step of each model in each turn."""
+    times: list[list[float]] = [[] for _ in models]
+    for _ in range(repeats):
+        for model, taken in zip(models, times, strict=True):
+            with stopwatch(model.device) as read:
+                model.step()
+            taken.append(read())
+    return times
+
+
+@contextmanager
+def _attention(kind: str) -> Iterator[None]:
+    """PyTorch's attention by these kernels, the first that can."""
+    if kind == "auto":
+        yield
+    else:
+        with sdpa_kernel(_SDPA[kind], set_priority=True):
+            yield
+
+
+def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second of a large product of matrices: the median of 10."""
+    n = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    taken = []
+    for _ in range(13):
+        with stopwatch(device) as read:
+            torch.mm(a, b)
+        taken.append(read())
+    return 2 * n**3 / (median(taken[3:]) / 1e3)
+
+
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """Draw a result of the benchmark as a PNG: bars of speed over RoPE's and of utilisation."""
+    from path_attention.benchmarks.figure import Panel, draw_bars
+
+    rows = result["rows"]
+    speed = {(r["encoding"], f"{r['length']:,}, {r['way']}"): r["speed"] for r in rows}
+    used = {(r["encoding"], f"{r['length']:,}, {r['way']}"): r["of_ceiling"] for r in rows}
+    row = rows[0]
+    title = (
+        f"{result['device']}: training steps of {row['passes']} × {row['pass_tokens']:,} tokens, "
+        f"{row['parameters'] / 1e6:,.0f}M parameters, {row['dtype']}"
+    )
+    panels = [
+        Panel("tokens a second", "1: RoPE's in the same turn", speed),
+        Panel("model FLOPs over a large product's rate", "share of the ceiling", used),
+    ]
+    draw_bars(panels, title, path)
