@@ -43,6 +43,16 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
         "Convert",
         "MODEL: a pretrained RoPE model becomes a PaTH model",
     ),
+    ("compare", "train"): (
+        "path_attention.recipes.compare_command",
+        "CompareModels",
+        "small language models that differ in their encoding alone",
+    ),
+    ("compare", "report"): (
+        "path_attention.recipes.compare_report",
+        "ReportModels",
+        "their losses and their perplexity by length, over seeds, with figures",
+    ),
     ("evaluate", "perplexity"): (
         "path_attention.evaluation.perplexity_by_length",
         "EvaluatePerplexity",
@@ -142,6 +152,11 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
         "path_attention.benchmarks.operator",
         "BenchmarkOperator",
         "time and peak memory of the operator beside plain attention",
+    ),
+    ("benchmark", "generation"): (
+        "path_attention.benchmarks.generation",
+        "BenchmarkGeneration",
+        "tokens a second of whole models beside RoPE's, and forks",
     ),
     ("benchmark", "encodings"): (
         "path_attention.benchmarks.encodings",

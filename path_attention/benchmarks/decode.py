@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,7 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from path_attention.benchmarks.comparison import at_least, pick_device, publish, words
+from path_attention.benchmarks.comparison import (
+    Report,
+    at_least,
+    pick_device,
+    publish,
+    say,
+    words,
+)
 from path_attention.benchmarks.measure import stopwatch
 from path_attention.nn.cache_units import unit_length
 from path_attention.ops.decode import DecodeState, decode_step
@@ -32,8 +41,11 @@ _ALLOWED = 0.01  # of the norm: six roundings
 class BenchmarkDecode:
     """Time of one step (append, moves, attention, sealing) of a static cache, under a CUDA graph.
 
-    Beside SDPA's attention alone over as many keys, in the same turn. Needs an NVIDIA GPU. Refused
-    unless steps agree with the definition. Writes OUT.json and OUT.png and prints the table.
+    Beside SDPA's attention alone over as many keys, in the same turn (its flash backend splits keys
+    as flash decoding does), and flash-linear-attention's, without its rewriting of the keys, where
+    that is installed. The tail is half a unit longer than the context when it starts. Needs an
+    NVIDIA GPU. Refused unless steps agree with the definition. Writes OUT.json and OUT.png and
+    prints the table.
     """
 
     shapes: str = (
@@ -60,20 +72,21 @@ class BenchmarkDecode:
             what="Milliseconds of one step of decoding under a CUDA graph: the median; as a ratio "
             "to the first candidate's in the same turn; and the slowest of the steps over a whole "
             "unit, sealing included, as a ratio to their median (worst)",
-            rows=self.measure(device),
+            rows=self.measure(device, say),
             device=device,
             draw=_draw,
         )
         names = ("batch", "context", "heads", "key_heads", "size", "candidate", "ms", "ratio")
         print_rows(result, (*names, "worst"))
 
-    def measure(self, device: torch.device) -> list[dict[str, Any]]:
+    def measure(self, device: torch.device, report: Report) -> list[dict[str, Any]]:
         """A row for each shape and candidate. ValueError on bad options or a wrong step."""
         at_least(self, repeats=1)
         if device.type != "cuda":
             raise ValueError(f"device: expected an NVIDIA GPU, got {device}")
         encodings = words("encodings", self.encodings, tuple(KINDS))
         errors = {name: check(name, device) for name in encodings}
+        report("steps agree with the definition")
         rows: list[dict[str, Any]] = []
         for text in self.shapes.split(","):
             sizes = text.split("x")
@@ -81,7 +94,7 @@ class BenchmarkDecode:
                 raise ValueError(f"shapes: expected five sizes with x between, got {text!r}")
             batch, context, heads, key_heads, size = map(int, sizes)
             shape = (batch, heads, key_heads, size)
-            rows += self._shape(context, shape, encodings, errors, device)
+            rows += self._shape(context, shape, encodings, errors, device, report)
         return rows
 
     def _shape(
@@ -91,10 +104,16 @@ class BenchmarkDecode:
         encodings: list[str],
         errors: Mapping[str, float],
         device: torch.device,
+        report: Report,
     ) -> list[dict[str, Any]]:
         unit = unit_length(shape[3])
-        room = context + unit + 128 + (self.repeats + 4) * _TOGETHER
+        room = context + 2 * unit + 128 + (self.repeats + 4) * _TOGETHER
         jobs = {name: anchor(name, context, shape, device) for name in ANCHORS}
+        if importlib.util.find_spec("fla") is not None:
+            try:
+                jobs["fla_attention"] = fla_attention(context, shape, device)
+            except Exception as failure:  # a peer's
+                report(f"fla_attention fails here: {type(failure).__name__}")
         jobs |= {name: step(name, context, room, shape, device) for name in encodings}
         turns: dict[str, list[float]] = {name: [] for name in jobs}
         for turn in range(self.repeats + 1):
@@ -118,7 +137,7 @@ class BenchmarkDecode:
                     "repeats": self.repeats,
                     "ms": float(f"{median(turns[name]):.4g}"),
                     "ratio": float(f"{ratio:.4g}"),
-                    "worst": None if name in ANCHORS else slowest(job, unit + 64, device),
+                    "worst": slowest(job, unit + 64, device) if name in KINDS else None,
                     "error": float(f"{errors[name]:.2g}") if name in errors else None,
                 }
             )
@@ -167,18 +186,35 @@ def step(
     moves, fades = KINDS[name]
     unit = unit_length(shape[3])
     state = DecodeState.make(k, v, shape[1], room, unit, moves=moves, fades=fades)
-    for x in (state.keys, state.values):
-        x.normal_()
-    for x in (state.high, state.product, state.tail):
-        if x is not None:
-            x.copy_(torch.eye(x.shape[-1], device=device).expand(x.shape))
-    seen = context - 2  # two steps warm up
+    fill(state, context + unit // 2)
 
     def call() -> Tensor:
         return decode_step(state, q, k, v, *rest, scale=shape[3] ** -0.5)
 
-    state.seen.fill_(seen)
     return captured(call)
+
+
+def fill(state: DecodeState, seen: int) -> None:
+    """As if so many tokens had been seen: random keys and values that nothing moved."""
+    for x in (state.keys, state.values):
+        x.normal_()
+    for x in (state.high, state.product, state.tail):
+        if x is not None:
+            x.copy_(torch.eye(x.shape[-1], device=x.device).expand(x.shape))
+    state.seen.fill_(seen)
+
+
+def fla_attention(
+    context: int, shape: tuple[int, int, int, int], device: torch.device
+) -> Callable[[], object]:
+    """flash-linear-attention's kernel for one query a head over moved keys, as a graph."""
+    decoding: Any = importlib.import_module("fla.ops.attn.decoding").attn_decoding_one_step
+    batch, heads, key_heads, size = shape
+    q = torch.randn(1, batch, heads, size, device=device).to(_DTYPE)
+    k, v = (torch.randn(1, batch * context, key_heads, size, device=device) for _ in "kv")
+    k, v = k.to(_DTYPE), v.to(_DTYPE)
+    borders = torch.arange(batch + 1, dtype=torch.int32, device=device) * context
+    return captured(lambda: decoding(q, k, v, cu_seqlens=borders, scale=size**-0.5))
 
 
 def captured(call: Callable[[], object]) -> Callable[[], object]:

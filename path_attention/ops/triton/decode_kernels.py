@@ -281,6 +281,14 @@ def _append_keys(
         tl.store(p_fade, b_fade, grouped)
 
 
+@triton.jit
+def _copy_rows(from_ptr, to_ptr, rows, places, inside, o, D: tl.constexpr):
+    """Rows of D elements to other places."""
+    mask = inside[:, None] & (o[None, :] < D)
+    b_x = tl.load(from_ptr + rows[:, None] * D + o[None, :], mask)
+    tl.store(to_ptr + places[:, None] * D + o[None, :], b_x, mask)
+
+
 @triton.jit(do_not_specialize=["T", "rows", "first_part", "capacity"])
 def append_kernel(
     q_ptr, k_ptr, v_ptr, w_ptr, beta_ptr, gate_ptr, chunk_valid_ptr,
@@ -396,16 +404,11 @@ def append_kernel(
                     b_fade = tl.zeros([GP], tl.float32)
             tl.store(p_fade, b_fade, o_g < G)
         o_t = tl.arange(0, TP)
-        token = (i_b * T + o_t) * H + i_h
-        o_place = (i_bh.to(tl.int64) * capacity + before + o_t)[:, None]
-        new = (o_t < T)[:, None]
+        token = ((i_b * T + o_t) * H + i_h).to(tl.int64)
+        place = i_bh.to(tl.int64) * capacity + before + o_t
         if not MOVE:
-            m_k = new & (o_d[None, :] < D)
-            b_k = tl.load(k_ptr + token.to(tl.int64)[:, None] * D + o_d[None, :], m_k)
-            tl.store(keys_ptr + o_place * D + o_d[None, :], b_k, m_k)
-        m_v = new & (o_v[None, :] < DV)
-        b_v = tl.load(v_ptr + token.to(tl.int64)[:, None] * DV + o_v[None, :], m_v)
-        tl.store(values_ptr + o_place * DV + o_v[None, :], b_v, m_v)
+            _copy_rows(k_ptr, keys_ptr, token, place, o_t < T, o_d, D)
+        _copy_rows(v_ptr, values_ptr, token, place, o_t < T, o_v, DV)
         if VALID:
             b_valid = tl.full([TP], 1, tl.int8)
             if CHUNK_VALID:

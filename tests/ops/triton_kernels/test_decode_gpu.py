@@ -42,7 +42,7 @@ def exact(x: Inputs, start: int, scale: float | None = None) -> Tensor:
 
 
 def replayed(x: Inputs, step: int, unit: int, scale: float | None = None) -> Tensor:
-    """Every output by replays of one captured step of `step` tokens; the first one runs as it is."""
+    """Every output by replays of one captured step of `step` tokens; the first runs as it is."""
     q, k, v, w, _, gate = x
     assert q is not None and k is not None and v is not None
     T = q.shape[1]
