@@ -12,15 +12,13 @@ Nothing else is shared, so workers may also be started by hand on other machines
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -30,6 +28,7 @@ from path_attention.results import write_result, write_whole
 from path_attention.tasks.engine import Engine, Say
 from path_attention.tasks.recipe import TaskRecipe
 from path_attention.tasks.record import result_of
+from path_attention.training.lock import lock_if_free
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +150,7 @@ def work(out: Path, device: str, say: Say | None = None) -> int:
     failures = 0
     for path in sorted((out / "queue").glob("*.json")):
         job = Job.read(path)
-        with _lock(out / "locks" / job.name) as mine:
+        with lock_if_free(out / "locks" / job.name) as mine:
             if not mine or all(result_path(out, recipe).exists() for recipe in job.recipes):
                 continue
             failure = out / "failed" / f"{job.name}.txt"
@@ -193,19 +192,6 @@ def sweep(out: Path, recipes: Sequence[TaskRecipe], command: str, workers: Worke
             for path in sorted((out / "failed").glob("*.txt"))
         ]
         raise ValueError(f"runs: no result of {lacking}; failures: {reasons or 'none noted'}")
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[bool]:
-    """Whether the lock was free; it is held inside."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
 
 
 def _main() -> None:

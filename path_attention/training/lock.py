@@ -1,4 +1,4 @@
-"""A lock between processes that the system lets go when its holder dies."""
+"""Locks between processes that the system lets go when their holder dies."""
 
 from __future__ import annotations
 
@@ -26,3 +26,16 @@ def locked(lock: Path) -> Iterator[None]:
             finally:
                 lock.unlink(missing_ok=True)
             return
+
+
+@contextmanager
+def lock_if_free(lock: Path) -> Iterator[bool]:
+    """Whether the file's lock was free; then it is held inside. Its folder is made."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with open(lock, "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True

@@ -17,7 +17,6 @@ from path_attention.tasks.record import read_run
 from path_attention.tasks.sweep import (
     Job,
     Workers,
-    _lock,
     enqueue,
     make_jobs,
     missing,
@@ -26,6 +25,7 @@ from path_attention.tasks.sweep import (
     sweep,
     work,
 )
+from path_attention.training.lock import lock_if_free
 
 replace = dataclasses.replace
 TWO = Workers(devices=("cpu",), each=2, threads=1, replicas=2)
@@ -98,7 +98,7 @@ def test_a_worker_goes_on_where_a_killed_one_was(tmp_path: Path, monkeypatch) ->
 def test_a_job_that_another_worker_has_is_left_to_it(tmp_path: Path) -> None:
     enqueue(tmp_path, RECIPES[:1], "x", TWO)
     (job,) = queued(tmp_path)
-    with _lock(tmp_path / "locks" / job.name) as mine:
+    with lock_if_free(tmp_path / "locks" / job.name) as mine:
         assert mine
         assert work(tmp_path, "cpu") == 0
     assert not results(tmp_path)

@@ -1,0 +1,204 @@
+"""The commands `path-attention compare train` and `path-attention compare report`.
+
+OUT/RUN/                 of `train`: recipe.json, log.jsonl, checkpoints/, model/, card.json
+OUT/RUN/PART.json        perplexity by length on a part's held-out documents
+OUT/RUN/models/step-N/   weights in bfloat16, of the run whose checkpoints are kept
+OUT/RUN/failed.txt       why a run came to no result
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import Literal
+
+import torch
+
+from path_attention.evaluation.perplexity_by_length import (
+    Partial,
+    parse_lengths,
+    perplexity_by_length,
+)
+from path_attention.recipes.language_models import COMPARED, Budget, compared_model, milestones
+from path_attention.results import make_result, write_result, write_whole
+from path_attention.training.corpus import TokenCorpus
+from path_attention.training.export import export_step
+from path_attention.training.lock import lock_if_free
+from path_attention.training.loop import train
+from path_attention.training.progress import say
+from path_attention.training.recipe import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareModels:
+    """Train language models that differ in their encoding alone, and measure each by length.
+
+    Runs are spread over devices, one after the other on each. What has its results is not done
+    again; an interrupted run goes on from its last checkpoint. SIGTERM saves and stops.
+    """
+
+    corpus: Path
+    """Of `path-attention corpus build`."""
+    parts: tuple[str, ...] = ("code=site-packages/*,stdlib/*,include/*", "prose=prose/*")
+    """Parts of the held-out documents to measure on, each NAME=PATTERN,PATTERN of their names."""
+    models: tuple[str, ...] = tuple(COMPARED)
+    """Names in path_attention.recipes.language_models, in order of work."""
+    seeds: tuple[int, ...] = (0, 1)
+    budget: Budget = field(default_factory=Budget)
+    out: Path = Path("runs/language_models")
+    """A folder for each run."""
+    devices: tuple[str, ...] = ("auto",)
+    """cpu, cuda:0, cuda:1 …; auto is every GPU, or the CPU if there is none."""
+    each: int = 1
+    """Runs on each device, side by side."""
+    lengths: str = "512,1024,2048,4096,8192,16384,32768,65536"
+    """Tokens of context that perplexity is measured at."""
+    targets: int = 256
+    """Target tokens of a window."""
+    windows: int = 24
+    """The most windows of a part."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of weights and activations in the evaluation."""
+
+    def run(self) -> None:
+        parse_lengths(self.lengths)
+        corpus = TokenCorpus.open(self.corpus)
+        for patterns in self.held_out().values():
+            corpus.only(patterns)
+        self.recipes()
+        places = self._places()
+        if len(places) == 1:
+            _work(self, places[0])
+        else:
+            self._spread(places)
+        lacking = [recipe.name for recipe in self.recipes() if not self.done(recipe)]
+        if lacking:
+            failed = {n: self.out / n / "failed.txt" for n in lacking}
+            reasons = [
+                p.read_text().strip().splitlines()[-1] for p in failed.values() if p.exists()
+            ]
+            raise ValueError(f"models: no result of {lacking}; failures: {reasons or 'none noted'}")
+
+    def recipes(self) -> list[Recipe]:
+        """A recipe for each seed and model, in order of work. Raises ValueError on a bad name."""
+        return [
+            compared_model(name, seed, self.corpus, self.budget)
+            for seed in self.seeds
+            for name in self.models
+        ]
+
+    def held_out(self) -> dict[str, list[str]]:
+        """Patterns of each part. Raises ValueError on a part without any."""
+        parts = {}
+        for text in self.parts:
+            name, equals, patterns = text.partition("=")
+            if not (name and equals and patterns):
+                raise ValueError(f"parts: expected NAME=PATTERN,PATTERN, got {text!r}")
+            parts[name] = patterns.split(",")
+        return parts
+
+    def done(self, recipe: Recipe) -> bool:
+        """Whether a run has all its results."""
+        folder = self.out / recipe.name
+        models = [folder / "models" / name / "config.json" for name in milestones(recipe)]
+        parts = [folder / f"{part}.json" for part in self.held_out()]
+        return all(path.exists() for path in (folder / "card.json", *models, *parts))
+
+    def do(self, recipe: Recipe, device: str) -> bool:
+        """A run's training, or what is left of it, then its results. False if it was stopped."""
+        folder = self.out / recipe.name
+        recipe = replace(recipe, device="cuda" if device.startswith("cuda") else "cpu")
+        if train(recipe, folder).signal is not None:
+            return False
+        for name, step in milestones(recipe).items():
+            if not (folder / "models" / name / "config.json").exists():
+                partial = folder / "models" / f".{name}.partial"
+                shutil.rmtree(partial, ignore_errors=True)
+                export_step(folder, step, partial, "bfloat16")
+                os.rename(partial, folder / "models" / name)
+        corpus = TokenCorpus.open(self.corpus)
+        for part, patterns in self.held_out().items():
+            if not (folder / f"{part}.json").exists():
+                self._measure(recipe, part, corpus.only(patterns), device)
+        return True
+
+    def _measure(self, recipe: Recipe, part: str, corpus: TokenCorpus, device: str) -> None:
+        folder = self.out / recipe.name
+        partial = Partial(folder / f"{part}.partial.json")
+        rows = perplexity_by_length(
+            {recipe.name.rpartition("_seed")[0]: folder},
+            corpus,
+            lengths=parse_lengths(self.lengths),
+            targets=self.targets,
+            windows=self.windows,
+            dtype=self.dtype,
+            device=device,
+            batch_tokens=1 << 16,
+            partial=partial,
+        )
+        what = f"Perplexity by length of {recipe.name} on held-out documents of {part}"
+        write_result(folder / f"{part}.json", make_result(what=what, rows=rows, device=device))
+        partial.delete()
+
+    def _places(self) -> list[str]:
+        devices = self.devices
+        if devices == ("auto",):
+            count = torch.cuda.device_count()
+            devices = tuple(f"cuda:{n}" for n in range(count)) if count else ("cpu",)
+        return [device for device in devices for _ in range(self.each)]
+
+    def _spread(self, places: list[str]) -> None:
+        context = multiprocessing.get_context("spawn")
+        started = [context.Process(target=_work, args=(self, place)) for place in places]
+
+        def stop(number: int, _: FrameType | None) -> None:
+            for process in started:
+                if process.is_alive() and process.pid is not None:
+                    os.kill(process.pid, number)
+
+        before = signal.signal(signal.SIGTERM, stop)
+        try:
+            for process in started:
+                process.start()
+            for process in started:
+                process.join()
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            for process in started:
+                process.kill()
+
+
+def _work(comparison: CompareModels, device: str) -> None:
+    """Take runs until none is left to take, or one was told to stop."""
+    if device.startswith("cuda"):
+        os.environ["LOCAL_RANK"] = device.partition(":")[2] or "0"
+        torch.cuda.set_device(device)
+    for recipe in comparison.recipes():
+        folder = comparison.out / recipe.name
+        with lock_if_free(folder / "lock") as mine:
+            if not mine or comparison.done(recipe):
+                continue
+            torch.compiler.reset()
+            say(f"{device}: {recipe.name} begins")
+            if not _finishes(lambda r=recipe: comparison.do(r, device), folder / "failed.txt"):
+                return
+            say(f"{device}: {recipe.name} ends")
+
+
+def _finishes(run: Callable[[], bool], failure: Path) -> bool:
+    """Whether work goes on. A run's failure must not cost the others: it is written down."""
+    try:
+        going_on = run()
+    except Exception as error:
+        write_whole(failure, traceback.format_exc())
+        say(f"{failure.parent.name} failed: {' '.join(str(error).split())[:300]}")
+        return True
+    failure.unlink(missing_ok=True)
+    return going_on

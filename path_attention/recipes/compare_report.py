@@ -1,0 +1,227 @@
+"""The command `path-attention compare report`: results and figures of `compare train`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from path_attention.evaluation.figure import draw as draw_by_length
+from path_attention.evaluation.merge_seeds import merge_seeds
+from path_attention.recipes.language_models import COMPARED
+from path_attention.results import command_line, read_result, write_result
+from path_attention.training.log import read_log
+
+Row = dict[str, Any]
+_POINTS = 50  # of a loss curve
+# Okabe and Ito's colours, apart for colour-blind readers and in grey; markers tell them apart too.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_MARKERS = "osD^vPX"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportModels:
+    """Results and figures of the runs in a folder.
+
+    Writes TO.json and TO.png (each run's losses, speed and memory, and its loss by tokens) and, for
+    each part, TO_PART.json and TO_PART.png (perplexity by length, mean of the seeds).
+    """
+
+    out: Path = Path("runs/language_models")
+    """The folder of the runs, as `compare train` has it."""
+    to: Path = Path("results/language_models")
+    """Where the results go, without an ending."""
+    command: str | None = None
+    """Written into the results as the command that makes them again; default: this one."""
+
+    def run(self) -> None:
+        runs = find_runs(self.out)
+        command = self.command or command_line(sys.argv)
+        parts = sorted({path.stem for run in runs for path in run.parts})
+        if not parts:
+            raise ValueError(f"out: expected measured runs in {self.out}, found none")
+        by_part = {part: merge_part(runs, part, command) for part in parts}
+        first = next(iter(by_part.values()))
+        result = {
+            **first,
+            "what": "Language models that differ in their encoding alone: a row a run (losses in "
+            "nats a token, speed, memory), and losses by tokens of training, means of stretches",
+            "rows": loss_rows(runs),
+        }
+        write_result(self.to.with_suffix(".json"), result)
+        draw(result["rows"], self.to.with_suffix(".png"))
+        for part, merged in by_part.items():
+            path = self.to.with_name(f"{self.to.name}_{part}.json")
+            write_result(path, merged)
+            draw_by_length(merged, path.with_suffix(".png"))
+        print(table(result["rows"], by_part))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run: its model's name, its seed, and its folder."""
+
+    model: str
+    seed: int
+    folder: Path
+
+    @property
+    def parts(self) -> list[Path]:
+        """Its measured parts."""
+        kept = ("card", "recipe", "model_config")
+        found = sorted(self.folder.glob("*.json"))
+        return [path for path in found if path.stem not in kept and "." not in path.stem]
+
+
+def find_runs(folder: Path) -> list[Run]:
+    """The finished runs of a folder, by model and seed. Raises ValueError if there is none."""
+    found = []
+    for card in folder.glob("*_seed*/card.json"):
+        model, _, seed = card.parent.name.rpartition("_seed")
+        found.append(Run(model, int(seed), card.parent))
+    if not found:
+        raise ValueError(f"out: expected finished runs in {folder}, found none")
+    order = {name: n for n, name in enumerate(COMPARED)}
+    return sorted(found, key=lambda run: (order.get(run.model, len(order)), run.seed))
+
+
+def merge_part(runs: Sequence[Run], part: str, command: str) -> dict[str, Any]:
+    """Perplexity by length of the models that every seed has, over seeds (or of the one seed)."""
+    tables: dict[int, dict[str, dict[str, Any]]] = {}
+    for run in runs:
+        path = run.folder / f"{part}.json"
+        if path.exists():
+            tables.setdefault(run.seed, {})[run.model] = read_result(path)
+    shared = [name for name in tables[min(tables)] if all(name in t for t in tables.values())]
+    if not shared:
+        raise ValueError(f"out: expected a model with {part}.json of every seed, got {tables}")
+    seeds = []
+    for _, results in sorted(tables.items()):
+        mine = [results[name] for name in shared]
+        seeds.append({**mine[0], "rows": [row for result in mine for row in result["rows"]]})
+    if len(seeds) > 1:
+        return merge_seeds(seeds, command)
+    return {**seeds[0], "what": f"Perplexity by length on held-out {part}", "command": command}
+
+
+def loss_rows(runs: Sequence[Run]) -> list[Row]:
+    """A row a run (`kind` "run"), and its losses: "training" (a stretch's mean), "heldout"."""
+    rows: list[Row] = []
+    for run in runs:
+        card = json.loads((run.folder / "card.json").read_text())
+        log = read_log(run.folder / "log.jsonl")
+        rows.append(_run_row(run, card, log))
+        names = {"model": run.model, "seed": run.seed}
+        batch = card["recipe"]["batch_tokens"]
+        for line in _stretches([line for line in log if "loss" in line]):
+            rows.append({"kind": "training", **names, **line})
+        for line in (line for line in log if "heldout_loss" in line):
+            at = {"step": line["step"], "tokens": line["step"] * batch}
+            rows.append({"kind": "heldout", **names, **at, "loss": line["heldout_loss"]})
+    return rows
+
+
+def _run_row(run: Run, card: Mapping[str, Any], log: Sequence[Mapping[str, Any]]) -> Row:
+    lines = [line for line in log if "loss" in line]
+    tail = lines[-max(len(lines) // 20, 1) :]
+    used = [line["mfu"] for line in lines if "mfu" in line]
+    memory = [line["peak_memory_gb"] for line in lines if "peak_memory_gb" in line]
+    recipe, heldout = card["recipe"], card["loss"]["heldout"]
+    return {
+        "kind": "run",
+        "model": run.model,
+        "seed": run.seed,
+        "preset": recipe["model"]["preset"],
+        "parameters": card["model"]["parameters"],
+        "tokens": card["training"]["tokens"],
+        "epochs": round(card["training"]["epochs"], 3),
+        "steps": recipe["steps"],
+        "precision": card["environment"]["precision"],
+        "compile": recipe["compile"],
+        "fused": recipe["fused"],
+        "loss": round(fmean(line["loss"] for line in tail), 5),
+        "heldout_loss": heldout,
+        "heldout_perplexity": None if heldout is None else round(math.exp(heldout), 4),
+        "skipped": sum("skipped" in line.get("event", "") for line in log),
+        "seconds": card["training"]["seconds"],
+        "tokens_per_second": round(median(line["tokens_per_second"] for line in lines)),
+        "mfu": median(used) if used else None,
+        "peak_memory_gb": max(memory) if memory else None,
+    }
+
+
+def _stretches(lines: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
+    """At most `_POINTS` means over lines one behind the other, at the last one's step."""
+    size = -(-len(lines) // _POINTS)
+    for n in range(0, len(lines), size):
+        part = lines[n : n + size]
+        loss = round(fmean(line["loss"] for line in part), 5)
+        yield {"step": part[-1]["step"], "tokens": part[-1]["tokens"], "loss": loss}
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Draw losses by tokens as a PNG: training (means of stretches) left, held-out right.
+
+    Lines are means over seeds, shaded from the least to the greatest.
+    """
+    figure = Figure(figsize=(10, 4.6), layout="constrained", dpi=150)
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, kind in zip(panels, ("training", "heldout"), strict=True):
+        mine = [row for row in rows if row["kind"] == kind]
+        for n, model in enumerate(dict.fromkeys(row["model"] for row in mine)):
+            _curve(axes, [row for row in mine if row["model"] == model], model, n)
+        axes.set_xlabel("million tokens of training")
+        axes.set_title({"training": "training", "heldout": "held-out documents"}[kind], fontsize=10)
+        axes.grid(color="0.9", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    losses = [row["loss"] for row in rows if row["kind"] == "training"]
+    later = losses and sorted(losses)[: max(len(losses) * 9 // 10, 1)][-1]
+    panels[0].set_ylim(top=later or None)
+    panels[0].set_ylabel("loss, nats a token")
+    panels[0].legend(frameon=False)
+    seeds = len({row["seed"] for row in rows})
+    first = next(row for row in rows if row["kind"] == "run")
+    shade = f"mean of {seeds} seeds, shaded from the least to the greatest"
+    figure.suptitle(
+        f"{first['parameters'] / 1e6:,.0f}M parameters, {first['tokens'] / 1e6:,.0f}M tokens, "
+        f"{first['precision']} ({shade if seeds > 1 else 'one seed'})",
+        fontsize=11,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part.png")
+    figure.savefig(part, metadata={"Software": None})
+    os.replace(part, path)
+
+
+def _curve(axes: Axes, rows: Sequence[Row], model: str, n: int) -> None:
+    at = sorted({row["tokens"] for row in rows})
+    losses = [[row["loss"] for row in rows if row["tokens"] == tokens] for tokens in at]
+    style: dict[str, Any] = {"color": _COLOURS[n % 7], "marker": _MARKERS[n % 7], "markersize": 3}
+    millions = [tokens / 1e6 for tokens in at]
+    axes.plot(millions, [fmean(each) for each in losses], label=model, linewidth=1.2, **style)
+    low, high = [min(each) for each in losses], [max(each) for each in losses]
+    axes.fill_between(millions, low, high, color=style["color"], alpha=0.18, linewidth=0)
+
+
+def table(rows: Sequence[Row], by_part: Mapping[str, Mapping[str, Any]]) -> str:
+    """Markdown: each run, and each part's perplexity by length."""
+    head = ("model", "seed", "loss", "heldout_loss", "tokens_per_second", "mfu", "skipped")
+    lines = [head, ("---",) * len(head)]
+    lines += [tuple(row[name] for name in head) for row in rows if row["kind"] == "run"]
+    for part, result in by_part.items():
+        mine = [row for row in result["rows"] if row["by"] == "length"]
+        lengths = sorted({row["length"] for row in mine})
+        lines += [(), (part, *lengths), ("---",) * (len(lengths) + 1)]
+        for model in dict.fromkeys(row["model"] for row in mine):
+            found = {row["length"]: row["perplexity"] for row in mine if row["model"] == model}
+            lines.append((model, *(f"{found[length]:.2f}" for length in lengths)))
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" if line else "" for line in lines)
