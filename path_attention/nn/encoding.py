@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from path_attention.nn.configuration import AttentionConfig
 from path_attention.nn.normalization import Float32Linear
+from path_attention.ops.context_directions import directions_over_runs
 from path_attention.ops.context_rotation import accumulate_over_runs
 from path_attention.ops.context_split import ContextSplit
 from path_attention.ops.directions import householder_directions
@@ -379,10 +380,7 @@ class Householder(_Strengths):
     def _directions(self, y: Tensor, chunk: Chunk) -> Tensor:
         heads, reach = self.heads * self.householders, max(self.width - 1, 0)
         if chunk.split is not None:
-            packing = chunk.split.extended_packing(reach, y.device)
-            y = chunk.split.extend(y, reach)
-            w = householder_directions(y, self.w_conv, heads, packing=packing)
-            return chunk.split.drop(w, reach)
+            return directions_over_runs(y, self.w_conv, heads, split=chunk.split)
         state = None
         if reach:
             state = chunk.recall("directions")

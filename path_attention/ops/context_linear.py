@@ -15,14 +15,18 @@ from path_attention.ops.arguments import (
     check_tensors,
     unit_directions,
 )
-from path_attention.ops.context_split import ContextSplit, gather_runs_with_gradients
+from path_attention.ops.context_split import (
+    ContextSplit,
+    gather_runs_with_gradients,
+    uncompiled,
+)
 from path_attention.ops.linear import linear_attention
 from path_attention.ops.transport import chunk_transport
 
 _Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
-@torch.compiler.disable
+@uncompiled
 def context_parallel_linear_attention(
     q: Tensor,
     k: Tensor,

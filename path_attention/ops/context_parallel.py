@@ -25,13 +25,13 @@ from path_attention.ops.arguments import (
     unit_directions,
 )
 from path_attention.ops.context_ring import Block, Ring
-from path_attention.ops.context_split import ContextSplit, gather_runs, sum_runs
+from path_attention.ops.context_split import ContextSplit, gather_runs, sum_runs, uncompiled
 from path_attention.ops.path import path_attention
 from path_attention.ops.rectangle import Rectangle
 from path_attention.ops.transport import chunk_transport
 
 
-@torch.compiler.disable
+@uncompiled
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from path_attention.ops.context_split import ContextSplit, gather_runs
+from path_attention.ops.context_split import ContextSplit, gather_runs, uncompiled
 from path_attention.ops.rotation import running_sum, to_angles, to_units, within_a_turn
 
 
-@torch.compiler.disable
+@uncompiled
 def accumulate_over_runs(angles: Tensor, split: ContextSplit) -> Tensor:
     """`accumulate_angles` of this process's tokens, documents going on from process to process.
 

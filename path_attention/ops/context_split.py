@@ -6,10 +6,10 @@ holds run r and its mirror image 2R−1−r, so that causal attention is the sam
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,12 @@ from torch.autograd.function import once_differentiable
 from path_attention.ops.packing import Packing
 
 IGNORED = -100
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def uncompiled(function: _F) -> _F:
+    """Decorator: torch.compile leaves the function, which waits for other processes, as it is."""
+    return cast(_F, torch.compiler.disable(function))
 
 
 class Piece(NamedTuple):
@@ -148,7 +154,6 @@ class ContextSplit:
             first -= 1
         return list(range(run - 1, first - 1, -1))
 
-    @torch.compiler.disable
     def packing(self, device: torch.device | str = "cpu") -> Packing | None:
         """The borders of this process's pieces; None where the sequence has no documents."""
         lengths = [p.tokens for run in self.runs for p in self.pieces[run]]
@@ -213,7 +218,6 @@ class ContextSplit:
                 done += self.length(run)
         return whole.movedim(0, dim)
 
-    @torch.compiler.disable
     def extend(self, x: Tensor, count: int) -> Tensor:
         """x with the `count` tokens before each of this process's runs: a convolution's halo.
 
@@ -241,7 +245,6 @@ class ContextSplit:
             extended += [_pad_front(halo, count), part]
         return torch.cat(extended, 1)
 
-    @torch.compiler.disable
     def extended_packing(self, count: int, device: torch.device | str = "cpu") -> Packing | None:
         """The borders of `extend`'s result; None where the sequence has no documents."""
         lengths = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import signal
@@ -19,6 +20,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from path_attention.models import PathAttentionConfig
+from path_attention.nn.attention import check_can_split
+from path_attention.ops.context_split import ContextSplit
 from path_attention.training.checkpoint import Checkpoints
 from path_attention.training.corpus import TokenCorpus, build, summary
 from path_attention.training.export import MODEL_CONFIG, export_model, write_card
@@ -31,6 +34,7 @@ from path_attention.training.objective import Objective
 from path_attention.training.processes import (
     Processes,
     choose_precision,
+    share_context,
     start_processes,
     synchronise_gradients,
 )
@@ -83,6 +87,7 @@ def train(
     out = Path(out)
     with start_processes(recipe.device) as processes:
         recipe.passes(processes.count)
+        processes = share_context(processes, recipe.context_parallel)
         with processes.first_does():
             _check_resume(out, resume)
             corpus = open_corpus(recipe.data, recipe.log.progress and processes.first)
@@ -176,6 +181,8 @@ class _Run:
         self.heldout = self._heldout_rows()
         self.ahead = RowsAhead(self.rows, recipe.data.workers)
         self.config = model_config(recipe, corpus)
+        if processes.context > 1:
+            _check_split(self.config, objective)
         self.model, self.flops, self.parameters = build_model(
             recipe, self.config, self.dtype, processes, objective
         )
@@ -233,12 +240,14 @@ class _Run:
         begun = time.perf_counter()
         work = sum(self.flops.of(row.packing.lengths) for row in rows)
         targets, work = processes.sum(sum(row.targets for row in rows), work)
+        targets, work = targets / processes.context, work / processes.context  # each row's once
         _reseed(recipe.seed, step, processes.rank)
         self.objective.begin_step(step, recipe.steps)
         losses = []
         for n, row in enumerate(rows):
             synchronise_gradients(self.model, n == self.passes - 1)
-            # gradients are averaged over processes, so each divides by its share of the targets
+            # gradients are averaged over processes, so each divides by its share of the targets;
+            # those that share a row add up, and so do their losses
             loss = self._loss(row, targets / processes.count)
             loss.backward()
             losses.append(loss.detach())
@@ -276,13 +285,20 @@ class _Run:
 
     def _numbers(self, step: int) -> list[int]:
         """The rows that are this process's in a step."""
-        count = self.processes.count
-        first = step * self.passes * count + self.processes.rank
+        count = self.processes.data_count
+        first = step * self.passes * count + self.processes.data_rank
         return [first + n * count for n in range(self.passes)]
 
     def _loss(self, row: Row, divisor: float) -> torch.Tensor:
-        """The row's loss (cross-entropy in nats), summed over its targets, by `divisor`."""
-        device = self.processes.device
+        """The row's loss (cross-entropy in nats), summed over its targets, by `divisor`.
+
+        Of this process's tokens, if others share the row.
+        """
+        device, group = self.processes.device, self.processes.context_group
+        if group is not None:
+            packing = row.packing if len(row.packing.lengths) > 1 else None
+            split = ContextSplit.of(row.input_ids.shape[1], group, packing)
+            row = dataclasses.replace(row, split=split)
         with torch.autocast(device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
             return self.objective.loss(self.model, row, divisor, device)
 
@@ -325,8 +341,8 @@ class _Run:
         count = max(tokens // heldout.row_tokens, 1)
         self.model.eval()
         total, targets = torch.zeros((), device=processes.device), 0
-        for first in range(0, count, processes.count):  # all processes take part in each pass
-            number = first + processes.rank
+        for first in range(0, count, processes.data_count):  # all take part in each pass
+            number = first + processes.data_rank
             row = heldout.row(min(number, count - 1))
             loss = self._loss(row, 1.0)
             if number < count:
@@ -334,7 +350,7 @@ class _Run:
                 targets += row.targets
         self.model.train()
         total, targets = processes.sum(total, targets)
-        return total / targets
+        return total / (targets / processes.context)
 
     def _bad(self, step: int, fault: str, losses: list[torch.Tensor], log: RunLog) -> None:
         """Say which step is not taken, why, and on which documents; stop if the rule says so.
@@ -363,7 +379,7 @@ class _Run:
         If all are finite: those of the row of highest mean loss, where it stands out from the
         others by half; else all of the step's.
         """
-        count, rank = self.processes.count, self.processes.rank
+        count, rank = self.processes.data_count, self.processes.data_rank
         rows = [self.rows.row(step * self.passes * count + n) for n in range(self.passes * count)]
         values = [0.0] * len(rows)
         for n, loss in enumerate(losses):
@@ -427,6 +443,15 @@ class _Run:
             if self.recipe.log.progress:
                 say(f"{self.recipe.name}: finished, {self.out / 'model'} holds the model")
         self.processes.wait()
+
+
+def _check_split(config: PathAttentionConfig, objective: Objective) -> None:
+    check_can_split(config)
+    if not objective.can_split:
+        raise ValueError(
+            f"context_parallel: expected 1 with objective {type(objective).__name__}, whose loss "
+            "takes whole rows"
+        )
 
 
 def _check_resume(out: Path, resume: Resume) -> None:

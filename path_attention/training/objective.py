@@ -30,6 +30,12 @@ class Objective:
         """What the run's numbers hang on, flat and plain; a resume must have the same."""
         return {}
 
+    @property
+    def can_split(self) -> bool:
+        """Whether `loss` takes a row that lies on several processes (`Row.split`): the one here
+        does, another one does not unless it says so."""
+        return type(self).loss is Objective.loss
+
     def prepare(
         self, model: nn.Module, recipe: Recipe, processes: Processes, dtype: torch.dtype
     ) -> None:
@@ -39,7 +45,19 @@ class Objective:
         """Before step 0 ≤ step < steps; a resume calls it with where it stands."""
 
     def loss(self, model: nn.Module, row: Row, divisor: float, device: torch.device) -> Tensor:
-        """The row's summed loss over `divisor`, float32, under autocast; `model` is spread."""
+        """The row's summed loss over `divisor`, float32, under autocast; `model` is spread.
+
+        With `row.split` that of this process's tokens: the row's is the sum over its processes.
+        """
+        split = row.split
+        if split is not None:
+            return model(
+                input_ids=split.take(row.input_ids).to(device),
+                labels=split.targets(row.labels).to(device),
+                split=split,
+                num_items_in_batch=divisor,
+                use_cache=False,
+            ).loss
         input_ids, labels, packing = row.batch()
         return model(
             input_ids=input_ids.to(device),

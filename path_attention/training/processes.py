@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,11 +26,25 @@ class Processes:
         rank: 0 ≤ rank < count.
         count: how many there are.
         device: this one's.
+        context: how many, neighbours in rank, share a sequence.
+        context_group: the group of those that share this one's; None if it has its own.
     """
 
     rank: int
     count: int
     device: torch.device
+    context: int = 1
+    context_group: dist.ProcessGroup | None = None
+
+    @property
+    def data_rank(self) -> int:
+        """Whose rows this process's are: 0 ≤ data_rank < data_count."""
+        return self.rank // self.context
+
+    @property
+    def data_count(self) -> int:
+        """How many different rows there are at a time."""
+        return self.count // self.context
 
     @property
     def first(self) -> bool:
@@ -107,6 +122,20 @@ def start_processes(device: str = "auto") -> Iterator[Processes]:
         dist.destroy_process_group()
 
 
+def share_context(processes: Processes, context: int) -> Processes:
+    """The same processes as a mesh (data, context): each `context` neighbours share sequences."""
+    if context == 1:
+        return processes
+    kind = processes.device.type
+    mesh = init_device_mesh(
+        kind, (processes.count // context, context), mesh_dim_names=("data", "context")
+    )
+    group = mesh.get_group("context")
+    # what NCCL needs before processes of a group exchange without the others
+    dist.barrier(group, device_ids=[processes.device.index] if kind == "cuda" else None)
+    return dataclasses.replace(processes, context=context, context_group=group)
+
+
 def spread(
     model: nn.Module,
     parallel: Parallel,
@@ -119,7 +148,8 @@ def spread(
     ("fsdp": each block of `model._no_split_modules`, then the rest).
 
     Spread, a block's plain linear layers travel in `dtype` (autocast would cast them anyway), and
-    everything else, norms and gates above all, in float32; gradients are summed in float32. In a
+    everything else, norms and gates above all, in float32; gradients are summed in float32. Both
+    ways over all processes: those that share a sequence have their own tokens' gradients. In a
     compiled block, which a second group would cut in two, all of it travels in float32.
 
     Raises:

@@ -268,12 +268,15 @@ class Recipe:
         model, data, optimizer, schedule, guard, checkpoint, log: see their classes.
         steps: optimizer steps.
         batch_tokens: tokens of one step, over all processes.
-        micro_batch_tokens: tokens of one forward pass of one process; None for one pass a step. The
-            gradient is accumulated over batch_tokens / (micro_batch_tokens · processes) passes.
+        micro_batch_tokens: tokens of one forward pass of one process (of one group of
+            context_parallel ones); None for one pass a step. The gradient is accumulated over
+            batch_tokens / (micro_batch_tokens · processes / context_parallel) passes.
         precision: "bfloat16" is autocast over float32 parameters; "auto" takes it where the device
             multiplies it natively, else "float32".
         parallel: with several processes, "ddp" copies the model to each, "fsdp" spreads it
             (`fully_shard`); "auto" is "ddp".
+        context_parallel: so many processes, neighbours, share each forward pass: its tokens lie on
+            them, for sequences longer than one device's memory. A divisor of their number.
         initialisation: "whole" makes the model on each device, one draw after the other. "meta"
             makes each process's part of each parameter alone, drawn by (seed, its module's name):
             for models that no device can hold. Other numbers, the same law.
@@ -295,6 +298,7 @@ class Recipe:
     schedule: ScheduleRecipe = field(default_factory=ScheduleRecipe)
     precision: Precision = "auto"
     parallel: Parallel = "auto"
+    context_parallel: int = 1
     initialisation: Initialisation = "whole"
     activation_checkpointing: bool = False
     compile: str | None = None
@@ -306,7 +310,7 @@ class Recipe:
     log: LogRecipe = field(default_factory=LogRecipe)
 
     def __post_init__(self) -> None:
-        _at_least(1, steps=self.steps)
+        _at_least(1, steps=self.steps, context_parallel=self.context_parallel)
         _at_least(0, seed=self.seed)
         _at_least(2, batch_tokens=self.batch_tokens)
         self.model.overrides()
@@ -319,6 +323,11 @@ class Recipe:
             raise ValueError(
                 f"data.context_length: expected at most the {self.row_tokens} tokens of one "
                 f"forward pass, got {self.data.context_length}"
+            )
+        if self.row_tokens < 2 * self.context_parallel:
+            raise ValueError(
+                f"context_parallel: expected at most half the {self.row_tokens} tokens of one "
+                f"forward pass, got {self.context_parallel}"
             )
         used = self.schedule.warmup(self.batch_tokens) + (self.schedule.decay_steps or 0)
         if used > self.steps:
@@ -338,13 +347,20 @@ class Recipe:
 
     def passes(self, processes: int) -> int:
         """Forward passes of each process in a step. Raises ValueError on an uneven share."""
+        groups, rest = divmod(processes, self.context_parallel)
+        if rest:
+            raise ValueError(
+                f"context_parallel: expected a divisor of the number of processes, {processes}, "
+                f"got {self.context_parallel}"
+            )
         rows = self.batch_tokens // self.row_tokens
-        if rows % processes:
+        if rows % groups:
+            shared = f" / {self.context_parallel}" if self.context_parallel > 1 else ""
             raise ValueError(
                 f"batch_tokens: expected a multiple of micro_batch_tokens · processes = "
-                f"{self.row_tokens} · {processes}, got {self.batch_tokens}"
+                f"{self.row_tokens} · {processes}{shared}, got {self.batch_tokens}"
             )
-        return rows // processes
+        return rows // groups
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -368,6 +384,7 @@ class Recipe:
 _NO_MATTER = (
     "name",
     "parallel",
+    "context_parallel",
     "device",
     "activation_checkpointing",
     "compile",

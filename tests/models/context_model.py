@@ -124,6 +124,19 @@ def check_checkpointing() -> None:
     assert all(torch.equal(plain[key], again[key]) for key in plain)
 
 
+def check_compiling() -> None:
+    """What waits for others is left as it is inside of compiled blocks."""
+    for preset in ("path_fox", "rotation_learned", "path_linear"):
+        model, split = make_model(preset, torch.float64), ContextSplit.of(T, dist.group.WORLD)
+        ids = torch.arange(T)[None] % 50
+        plain = run(model, ids, None, split)
+        for block in model.model.layers:
+            block.compile(backend="eager")
+        compiled = run(model, ids, None, split)
+        for key, expected in plain.items():
+            torch.testing.assert_close(compiled[key], expected, rtol=1e-10, atol=1e-10)
+
+
 def check_sixteen_bits() -> None:
     """Under autocast what a split changes is within roundings of the largest loss and gradient."""
     model, split = make_model("path_fox", torch.float32), ContextSplit.of(T, dist.group.WORLD)
@@ -138,6 +151,7 @@ if __name__ == "__main__":
     check_presets()
     check_documents_never_leak()
     check_checkpointing()
+    check_compiling()
     check_sixteen_bits()
     dist.barrier()
     print("complete", file=sys.stderr)

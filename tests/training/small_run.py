@@ -72,6 +72,18 @@ def scaled_recipe(corpus: Path) -> Recipe:
     )
 
 
+def twenty_recipe(corpus: Path) -> Recipe:
+    """Twenty steps with rows made ahead and a checkpoint in the middle; rows of few pieces."""
+    recipe = small_recipe(corpus)
+    return dataclasses.replace(
+        recipe,
+        data=dataclasses.replace(recipe.data, context_length=64, workers=3),
+        steps=20,
+        micro_batch_tokens=64,
+        checkpoint=CheckpointRecipe(every=10, keep=3),
+    )
+
+
 def checked_recipe(corpus: Path) -> Recipe:
     """Every step from the third on is a spike: any rise at all is one, and losses swing.
 
