@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from path_attention.nn.configuration import AttentionConfig
+from path_attention.nn.frequencies import Frequencies
 from path_attention.nn.normalization import Float32Linear
 from path_attention.ops.context_directions import directions_over_runs
 from path_attention.ops.context_rotation import accumulate_over_runs
@@ -232,29 +233,6 @@ class _Rotating(Transport):
             )
 
 
-class _Frequencies:
-    """RoPE's angle a step of each pair: rope_theta^(−2n/D), or `rope_frequencies`."""
-
-    def __init__(self, config: AttentionConfig) -> None:
-        self.theta, given = config.rope_theta, config.rope_frequencies
-        # on the host whatever torch's default device is: a model made on meta keeps its numbers
-        self.given = (
-            None if given is None else torch.tensor(given, dtype=torch.float64, device="cpu")
-        )
-
-    def rotation(self, q: Tensor, chunk: Chunk, share: float | Tensor = 1.0) -> Rotation:
-        """By `share` · position · frequency, for queries and keys like q `[B, T, HQ, D]`."""
-        half = q.shape[-1] // 2
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        if self.given is None:
-            exponents = torch.arange(half, dtype=dtype, device=q.device) / -half
-            frequencies = torch.pow(self.theta, exponents)
-        else:
-            frequencies = self.given.to(q.device, dtype, non_blocking=True)
-        angles = chunk.positions[:, :, None].to(dtype) * (frequencies * share)
-        return Rotation.by(angles[:, :, None])
-
-
 @register_transport("rotary")
 class Rotary(_Rotating):
     """RoPE: the pair (n, n + D/2) of a query or key turns by position · rope_theta^(−2n/D).
@@ -265,10 +243,10 @@ class Rotary(_Rotating):
 
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__(config)
-        self.frequencies = _Frequencies(config)
+        self.frequencies = Frequencies(config)
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk) -> Moved:
-        rotation = self.frequencies.rotation(q, chunk)
+        rotation = self.frequencies.rotation(q, chunk.positions)
         q, k = rotation.turn(q), rotation.turn(k)
         if not self.moves_values:
             return Moved(q, k, v)
@@ -401,7 +379,7 @@ class RotaryHouseholder(Householder):
 
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__(config)
-        self.frequencies = _Frequencies(config)
+        self.frequencies = Frequencies(config)
         # no buffer: what a compiled layer reads anew each step, whatever device it is on
         self.share = torch.ones((), device="cpu")
 
@@ -418,7 +396,7 @@ class RotaryHouseholder(Householder):
         self.share.fill_(share)
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk) -> Moved:
-        rotation = self.frequencies.rotation(q, chunk, self.share)
+        rotation = self.frequencies.rotation(q, chunk.positions, self.share)
         return super().forward(x, rotation.turn(q), rotation.turn(k), v, chunk)
 
 
