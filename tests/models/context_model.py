@@ -14,22 +14,25 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from path_attention.models import PRESETS, PathAttentionConfig, PathAttentionForCausalLM
+from path_attention.models import PathAttentionConfig, PathAttentionForCausalLM
 from path_attention.ops.context_split import ContextSplit
 from path_attention.ops.packing import Packing
 
 T = 90
 # one document cut in every run, and small ones; documents that end at cuts, of 1 token, of none
-LENGTHS = {"plain": None, "packed": [7, 61, 0, 1, 21], "all": [T], "many": [9, 14, 22, 1, 26, 18]}
-OPTIONS = {
-    **{
-        name: {} for name, preset in PRESETS.items() if preset.get("normalizer") != "stick_breaking"
-    },
+LENGTHS = {"packed": [7, 61, 0, 1, 21], "plain": None, "many": [9, 14, 22, 1, 26, 18]}
+# of each kind of exchange one with all lengths; every preset but those that differ in names alone
+FULL = {
     "path_fox": {"householders_per_token": 2, "num_key_value_heads": 2, "value_head_dim": 6},
+    "rotation_learned_qkv": {},
     "path_linear": {"decay": "forget", "num_key_value_heads": 2, "direction_conv_size": 4},
-    "fox": {"qk_norm": True, "output_norm": True, "normalizer": "linear"},
-    "path": {"transport": "rotary_householder"},
 }
+SHORT = [
+    *((name, {}) for name in ("nope", "rope", "alibi", "fox", "path", "path_alibi", "delta_net")),
+    *((f"rotation_{name}", {}) for name in ("random_qkv", "token", "learned")),
+    ("path", {"transport": "rotary_householder", "direction_conv_size": 0}),
+    ("fox", {"normalizer": "linear", "qk_norm": True, "output_norm": True}),
+]
 
 
 def make_model(preset: str, dtype: torch.dtype, **fields) -> PathAttentionForCausalLM:
@@ -87,10 +90,12 @@ def check(preset: str, name: str, dtype: torch.dtype, allowed: float, **fields) 
 
 def check_presets() -> None:
     """In float64 to 1e-10, and in float32 to 1e-5, of the largest element."""
-    for preset, fields in OPTIONS.items():
-        alike = preset.startswith("rotation") and preset != "rotation_learned_qkv"
-        for name in ["packed"] if alike else LENGTHS:
+    for preset, fields in FULL.items():
+        for name in LENGTHS:
             check(preset, name, torch.float64, 1e-10, **fields)
+    for preset, fields in SHORT:
+        check(preset, "packed", torch.float64, 1e-10, **fields)
+    for preset, fields in (*FULL.items(), *SHORT):
         check(preset, "packed", torch.float32, 1e-5, **fields)
 
 
@@ -101,7 +106,7 @@ def check_documents_never_leak() -> None:
     ids = torch.arange(T)[None] % 50
     changed = ids.clone()
     changed[:, 7:68] = 3
-    for preset in ("path_fox", "rotation_learned_qkv", "path_linear"):
+    for preset in FULL:
         model = make_model(preset, torch.float64)
         with torch.no_grad():
             one, two = (
@@ -126,7 +131,7 @@ def check_checkpointing() -> None:
 
 def check_compiling() -> None:
     """What waits for others is left as it is inside of compiled blocks."""
-    for preset in ("path_fox", "rotation_learned", "path_linear"):
+    for preset in FULL:
         model, split = make_model(preset, torch.float64), ContextSplit.of(T, dist.group.WORLD)
         ids = torch.arange(T)[None] % 50
         plain = run(model, ids, None, split)

@@ -21,7 +21,6 @@ def shared(recipe: Recipe, context: int, parallel) -> Recipe:
 def main(corpus: Path, out: Path) -> None:
     twenty, scaled = twenty_recipe(corpus), scaled_recipe(corpus)
     with start_processes("cpu") as processes:
-        count = processes.count
         train(shared(twenty, 2, "fsdp"), out / "twenty")
         if processes.first:
             shutil.copytree(out / "twenty", out / "ten-and-ten")
@@ -29,7 +28,7 @@ def main(corpus: Path, out: Path) -> None:
             shutil.rmtree(out / "ten-and-ten" / "model")
         processes.wait()
         train(shared(twenty, 2, "fsdp"), out / "ten-and-ten", resume="must")
-        train(shared(scaled, count, "fsdp"), out / "scaled")
+        train(shared(scaled, processes.count, "fsdp"), out / "scaled")
         # a run of one process, interrupted there (by the test) after its third step
         train(shared(scaled, 2, "ddp"), out / "from-one", resume="must")
         train(shared(checked_recipe(corpus), 2, "ddp"), out / "skipped")
