@@ -12,9 +12,11 @@ import multiprocessing
 import os
 import shutil
 import signal
+import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from multiprocessing import connection
 from pathlib import Path
 from types import FrameType
 from typing import Literal
@@ -177,6 +179,7 @@ class CompareModels:
 
 def _work(comparison: CompareModels, device: str) -> None:
     """Take runs until none is left to take, or one was told to stop."""
+    _die_with_parent()
     if device.startswith("cuda"):
         os.environ["LOCAL_RANK"] = device.partition(":")[2] or "0"
         torch.cuda.set_device(device)
@@ -190,6 +193,19 @@ def _work(comparison: CompareModels, device: str) -> None:
             if not _finishes(lambda r=recipe: comparison.do(r, device), folder / "failed.txt"):
                 return
             say(f"{device}: {recipe.name} ends")
+
+
+def _die_with_parent() -> None:
+    """End this process as soon as the one that started it is gone, however that ended."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _finishes(run: Callable[[], bool], failure: Path) -> bool:

@@ -118,7 +118,7 @@ def compared_model(name: str, seed: int, corpus: Path, budget: Budget) -> Recipe
         log=LogRecipe(
             every=10,
             heldout_every=steps // 10,
-            heldout_tokens=1 << 18,
+            heldout_tokens=4 * budget.batch_tokens,
             tensorboard=False,
             progress=False,
         ),
