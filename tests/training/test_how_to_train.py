@@ -61,7 +61,8 @@ def options_of(words: list[str], capsys) -> str:
 
 def test_commands_name_options_that_there_are(capsys) -> None:
     known = options_of(["train", "pretrain_125m_path"], capsys)
-    known += options_of(["corpus", "build"], capsys)
+    for words in (["corpus", "build"], ["compare", "train"], ["benchmark", "training"]):
+        known += options_of(words, capsys)
     launcher = {"--standalone", "--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint"}
     slurm = {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--time"}
     slurm |= {"--signal", "--requeue", "--open-mode", "--rdzv-id"}
