@@ -7,12 +7,9 @@ import dataclasses
 import json
 import math
 import signal
-import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -41,6 +38,7 @@ from path_attention.training.processes import (
 from path_attention.training.progress import say
 from path_attention.training.recipe import DataRecipe, OptimizerRecipe, Recipe
 from path_attention.training.rows import Row, Rows, RowsAhead
+from path_attention.training.signals import stop_signals
 
 Resume = Literal["auto", "never", "must"]
 
@@ -182,7 +180,7 @@ class _Run:
         self.ahead = RowsAhead(self.rows, recipe.data.workers)
         self.config = model_config(recipe, corpus)
         if processes.context > 1:
-            _check_split(self.config, objective)
+            _check_split(self.config, objective, self.heldout, processes.context)
         self.model, self.flops, self.parameters = build_model(
             recipe, self.config, self.dtype, processes, objective
         )
@@ -222,7 +220,7 @@ class _Run:
             processes=self.processes,
             peak=peak,
         )
-        with log, contextlib.closing(self.ahead), _stop_signals() as stop:
+        with log, contextlib.closing(self.ahead), stop_signals() as stop:
             for step in range(start, recipe.steps):
                 asked = self._step(step, log, stop.received)
                 self._after_step(step + 1, log, stopping=asked is not None)
@@ -445,8 +443,15 @@ class _Run:
         self.processes.wait()
 
 
-def _check_split(config: PathAttentionConfig, objective: Objective) -> None:
+def _check_split(
+    config: PathAttentionConfig, objective: Objective, heldout: Rows | None, context: int
+) -> None:
     check_can_split(config)
+    if heldout is not None and heldout.row_tokens < 2 * context:
+        raise ValueError(
+            f"context_parallel: expected at most half the {heldout.row_tokens} held-out tokens, "
+            f"got {context}"
+        )
     if not objective.can_split:
         raise ValueError(
             f"context_parallel: expected 1 with objective {type(objective).__name__}, whose loss "
@@ -466,34 +471,3 @@ def _reseed(seed: int, step: int, rank: int) -> None:
     """Randomness is a function of (seed, step, rank): a resume has no state to restore."""
     mixed = (seed * 1_000_003 + step) * 1_000_003 + rank
     torch.manual_seed(mixed % (1 << 63))
-
-
-class _Stop:
-    """The first signal received, if any."""
-
-    received: int | None = None
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[_Stop]:
-    """Note SIGINT and SIGTERM instead of dying; after the first, they act as before again."""
-    stop = _Stop()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    def note(number: int, _: FrameType | None) -> None:
-        stop.received = number
-        restore()
-
-    for number in before:
-        signal.signal(number, note)
-    try:
-        yield stop
-    finally:
-        restore()

@@ -127,6 +127,14 @@ def test_what_can_not_be_shared_is_refused(
         loop._Run(recipe, tmp_path, corpus, shared, objective)
 
 
+def test_held_out_tokens_must_go_round(make_recipe, corpus, tmp_path: Path) -> None:
+    held = corpus.info["heldout_tokens"]
+    recipe = make_recipe(batch_tokens=2 * held, context_parallel=held)
+    shared = Processes(0, held, torch.device("cpu"), context=held)
+    with pytest.raises(ValueError, match=f"at most half the {held} held-out tokens, got {held}"):
+        loop._Run(recipe, tmp_path, corpus, shared)
+
+
 def test_the_number_of_processes_must_fit(make_recipe, tmp_path: Path) -> None:
     recipe = make_recipe(micro_batch_tokens=32, context_parallel=2)
     assert [recipe.passes(n) for n in (2, 4, 8)] == [4, 2, 1]

@@ -156,7 +156,7 @@ def test_a_batch_of_pieces_trains_as_the_packed_row(make_recipe, corpus, tmp_pat
         return [p.grad.clone() for p in run.model.parameters() if p.grad is not None]
 
     batch = gradients(row)
-    packed = SimpleNamespace(batch=lambda: (row.input_ids, row.labels, row.packing))
+    packed = SimpleNamespace(batch=lambda: (row.input_ids, row.labels, row.packing), split=None)
     for one, other in zip(batch, gradients(packed), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
 
