@@ -30,6 +30,7 @@ from path_attention.evaluation.perplexity_by_length import (
 )
 from path_attention.recipes.language_models import COMPARED, Budget, compared_model, milestones
 from path_attention.results import make_result, write_result, write_whole
+from path_attention.tasks.sweep import Workers
 from path_attention.training.corpus import TokenCorpus
 from path_attention.training.export import export_step
 from path_attention.training.lock import lock_if_free
@@ -75,7 +76,7 @@ class CompareModels:
         for patterns in self.held_out().values():
             corpus.only(patterns)
         self.recipes()
-        places = self._places()
+        places = Workers(devices=self.devices, each=self.each).places()
         if len(places) == 1:
             _work(self, places[0])
         else:
@@ -148,13 +149,6 @@ class CompareModels:
         what = f"Perplexity by length of {recipe.name} on held-out documents of {part}"
         write_result(folder / f"{part}.json", make_result(what=what, rows=rows, device=device))
         partial.delete()
-
-    def _places(self) -> list[str]:
-        devices = self.devices
-        if devices == ("auto",):
-            count = torch.cuda.device_count()
-            devices = tuple(f"cuda:{n}" for n in range(count)) if count else ("cpu",)
-        return [device for device in devices for _ in range(self.each)]
 
     def _spread(self, places: list[str]) -> None:
         context = multiprocessing.get_context("spawn")

@@ -69,29 +69,28 @@ def room_to_keep(
         return q.new_empty(k.shape[2], 0, dtype=torch.uint8)
     B, T, D = q.shape[0], q.shape[1], q.shape[3]
     blocks = B * ((T + BLOCK - 1) // BLOCK) if lengths is None else T // BLOCK + lengths.shape[0]
-    shapes = _shapes(1, 1, 1, padded(D))
-    sizes = [prod(shape) * of for shape, of in zip(shapes, _item_sizes(q, w), strict=True)]
-    return q.new_empty(k.shape[2], blocks * sum(sizes), dtype=torch.uint8)
+    layout = _layout(1, 1, 1, padded(D), operand_of(q, w))
+    each = sum(prod(shape) * dtype.itemsize for shape, dtype in layout)
+    return q.new_empty(k.shape[2], blocks * each, dtype=torch.uint8)
 
 
-def _shapes(H: int, blocks: int, nodes: int, DP: int) -> list[tuple[int, ...]]:
+def _layout(
+    H: int, blocks: int, nodes: int, DP: int, operand: torch.dtype
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each of `Blocks`, in their order."""
     square, tile = (H, blocks, BLOCK, BLOCK), (H, blocks, BLOCK, DP)
-    return [square, square, tile, tile, tile, (H, nodes, DP, DP)]
-
-
-def _item_sizes(q: Tensor, w: Tensor) -> list[int]:
-    return [4] + [operand_of(q, w).itemsize] * 5
+    rest = (square, tile, tile, tile, (H, nodes, DP, DP))
+    return [(square, torch.float32), *((shape, operand) for shape in rest)]
 
 
 def place_blocks(c: Call, kept: Tensor | None, backward: bool) -> Blocks:
     """Blocks to be written, or read: fresh tensors, or views of these heads' part of the room."""
-    shapes = _shapes(c.H, c.grid.count, max(1, c.grid.nodes), c.tiles.DP)
-    dtypes = [torch.float32] + [c.operand] * 5
+    layout = _layout(c.H, c.grid.count, max(1, c.grid.nodes), c.tiles.DP, c.operand)
     if kept is None:
-        first = c.empty(*shapes[0]) if backward else None
-        return Blocks(first, *(c.empty(*shape, dtype=c.operand) for shape in shapes[1:]))
+        first = c.empty(*layout[0][0]) if backward else None
+        return Blocks(first, *(c.empty(*shape, dtype=dtype) for shape, dtype in layout[1:]))
     room, at, found = kept.view(-1), 0, []
-    for shape, dtype in zip(shapes, dtypes, strict=True):
+    for shape, dtype in layout:
         size = prod(shape) * dtype.itemsize
         found.append(room[at : at + size].view(dtype).view(shape))
         at += size
