@@ -184,3 +184,9 @@ def test_the_wheel_works_in_an_environment_of_its_own(wheel, tmp_path):
     assert Path(where).is_relative_to(home)
     assert shape == "torch.Size([1, 3, 2, 4])"
     assert "evaluate perplexity" in run(str(home / "bin" / "path-attention"), "--help")
+
+
+def test_test_files_have_names_of_their_own():
+    """pytest takes two files of one name, in folders that are no packages, for one module."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert len(names) == len(set(names)), sorted({n for n in names if names.count(n) > 1})
