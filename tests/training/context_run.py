@@ -1,4 +1,4 @@
-"""What `test_context_parallel_training.py` runs under torchrun: runs whose rows lie on several processes."""
+"""What `test_context_parallel_training.py` runs under torchrun: rows on several processes."""
 
 from __future__ import annotations
 
