@@ -88,15 +88,19 @@ class Attention(nn.Module):
             positions = count_positions(x, packing, cache, split)
         before = None if cache is None else cache.before
         chunk = Chunk(positions, token_ids, packing, valid, before, split=split)
-        q = self.q_norm(self.q_proj(x).unflatten(2, (self.heads, -1)))
-        k = self.k_norm(self.k_proj(x).unflatten(2, (self.kv_heads, -1)))
-        v = self.v_proj(x).unflatten(2, (self.kv_heads, -1))
+        q, k, v = self.project(x)
         moved = self.transport(x, q, k, v, chunk)
         log_forget = self.decay(x, chunk)
         out = self.normalizer(moved, log_forget, scale=self.scale, chunk=chunk, cache=cache)
         if moved.restore is not None:
             out = moved.restore(out)
         return self.o_proj(self.o_norm(out).flatten(2))
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q `[B, T, HQ, D]`, k `[B, T, H, D]`, v `[B, T, H, DV]` of x, before they are moved."""
+        q = self.q_norm(self.q_proj(x).unflatten(2, (self.heads, -1)))
+        k = self.k_norm(self.k_proj(x).unflatten(2, (self.kv_heads, -1)))
+        return q, k, self.v_proj(x).unflatten(2, (self.kv_heads, -1))
 
     def _check_split(
         self,
