@@ -98,10 +98,15 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
         "EvaluateLongBench",
         "MODEL …: LongBench-E by buckets of length",
     ),
-    ("evaluate", "write"): (
-        "path_attention.evaluation.harness.write_command",
-        "WriteSamples",
-        "SUITE: generated samples with their answers, to train on",
+    ("evaluate", "variable_assignment"): (
+        "path_attention.evaluation.harness.command",
+        "EvaluateVariableAssignment",
+        "MODEL …: what a variable holds after constants, copies and swaps",
+    ),
+    ("evaluate", "fine_tune"): (
+        "path_attention.conversion.fine_tune",
+        "FineTune",
+        "SUITE MODEL …: teach its tasks at short length, test them long",
     ),
     ("evaluate", "fetch"): (
         "path_attention.evaluation.harness.command",

@@ -35,8 +35,8 @@ QUESTIONS = tuple(
 )
 MODULES = (
     *("generated.background", "generated.sample", "generated.metrics", "generated.phonebook"),
-    *("generated.babilong", "intervals", "harness.answers", "harness.run", "harness.sandbox"),
-    "harness.write_command",
+    *("generated.babilong", "generated.assignment", "intervals", "harness.answers"),
+    *("harness.run", "harness.sandbox"),
 )
 
 

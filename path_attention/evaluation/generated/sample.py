@@ -21,6 +21,7 @@ class Sample:
         length: the context asked for: prompt, prefix and answer together fit into it.
         question: what is asked, where the metric reads it.
         delimiter: between prompt and prefix.
+        more: further questions behind the first answer, each with its own; for texts to train on.
     """
 
     prompt: str
@@ -30,6 +31,7 @@ class Sample:
     length: int
     question: str = ""
     delimiter: str = " "
+    more: tuple[tuple[str, str], ...] = ()
 
     @property
     def text(self) -> str:
@@ -37,8 +39,19 @@ class Sample:
         return f"{self.prompt}{self.delimiter}{self.prefix}" if self.prefix else self.prompt
 
     def as_row(self) -> dict[str, Any]:
-        """A flat row for a data set."""
-        return {**asdict(self), "references": list(self.references)}
+        """A flat row for a data set of questions."""
+        row = {**asdict(self), "references": list(self.references)}
+        del row["more"]
+        return row
+
+    def solved(self) -> list[tuple[str, str]]:
+        """What is read and what is to be written behind it, one after the other.
+
+        >>> Sample("Who?", "Answer:", ("Ann", "Bo"), 8, 64, delimiter="\\n").solved()
+        [('Who?\\nAnswer:', ' Ann, Bo')]
+        """
+        asked = [(self.text, ", ".join(self.references)), *self.more]
+        return [(text, f" {answer}") for text, answer in asked]
 
 
 def fill(

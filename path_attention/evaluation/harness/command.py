@@ -255,6 +255,19 @@ class EvaluatePhoneBook(_EvaluateGenerated):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvaluateVariableAssignment(_EvaluateGenerated):
+    """Variable assignment traces: what a variable holds after constants, copies and swaps."""
+
+    suite = "variable_assignment"
+
+
+GENERATED: dict[str, type[_EvaluateGenerated]] = {
+    command.suite: command
+    for command in (EvaluatePhoneBook, EvaluateRuler, EvaluateBabilong, EvaluateVariableAssignment)
+}
+
+
+@dataclass(frozen=True, kw_only=True)
 class FetchData:
     """Fetch the data sets of suites from the hub into a folder, with their sizes and hashes."""
 

@@ -12,7 +12,7 @@ import datasets
 from lm_eval.api.task import ConfigurableTask, Task
 from lm_eval.tasks import TaskManager
 
-from path_attention.evaluation.generated import babilong, ruler
+from path_attention.evaluation.generated import assignment, babilong, ruler
 from path_attention.evaluation.generated.background import Background
 from path_attention.evaluation.generated.metrics import (
     contains_all,
@@ -42,6 +42,11 @@ MATHS_AND_CODE = {
     "mmlu": ("acc",),
     "gpqa_diamond_zeroshot": ("acc",),
 }
+# asked for by name, and not to be had
+NOWHERE = {
+    "theoremqa": "lm-eval 0.4.13 has no TheoremQA",
+    "qa0": "neither bAbI nor BABILong has a question before qa1 (their length 0 is --lengths 0)",
+}
 LONGBENCH_E = (
     *("qasper_e", "multifieldqa_en_e", "hotpotqa_e", "2wikimqa_e", "gov_report_e"),
     *("multi_news_e", "trec_e", "triviaqa_e", "samsum_e", "lcc_e", "repobench-p_e"),
@@ -62,6 +67,7 @@ class Planned:
         metrics: those that count; None for all.
         length: tokens of context asked for; None where the data set has its own lengths.
         buckets: borders of each document's own `length`, where scores are split by it.
+        samples: that were made here.
     """
 
     task: Task
@@ -69,6 +75,7 @@ class Planned:
     metrics: tuple[str, ...] | None = None
     length: int | None = None
     buckets: tuple[int, ...] = ()
+    samples: Sequence[Sample] = ()
 
     @property
     def name(self) -> str:
@@ -101,6 +108,9 @@ class Sources:
         """The tasks asked for, in the suite's order. Raises ValueError on one it has not."""
         known = list(known)
         unknown = sorted(set(self.tasks) - set(known))
+        for task in unknown:
+            if task in NOWHERE:
+                raise ValueError(f"tasks: {NOWHERE[task]}, so that {task!r} can't be asked")
         if unknown:
             raise ValueError(f"tasks: expected of {known}, got {unknown}")
         return [task for task in known if not self.tasks or task in self.tasks]
@@ -185,7 +195,26 @@ def phonebook(sources: Sources) -> list[Planned]:
             lambda doc, answer: equals_line(answer, doc["references"][0]),
             ["\n"],
         )
-        planned.append(Planned(task, "phonebook", ("score",), length))
+        planned.append(Planned(task, "phonebook", ("score",), length, samples=samples))
+    return planned
+
+
+def variable_assignment(sources: Sources) -> list[Planned]:
+    """Variable assignment traces at each length."""
+    planned = []
+    for length in sources.lengths:
+        for name in sources.chosen(assignment.TASKS):
+            samples = [
+                assignment.assignment_sample(name, sources.seed + n, length, sources.count_tokens)
+                for n in range(sources.samples)
+            ]
+            task = sample_task(
+                f"variable_assignment_{name}_{length}",
+                samples,
+                lambda doc, answer: equals_line(answer, doc["references"][0]),
+                ["\n", ";"],
+            )
+            planned.append(Planned(task, name, ("score",), length, samples=samples))
     return planned
 
 
@@ -214,7 +243,7 @@ def ruler_suite(sources: Sources) -> list[Planned]:
                 lambda doc, answer, metric=metric: metric(answer, doc["references"]),
                 [],
             )
-            planned.append(Planned(task, name, ("score",), length))
+            planned.append(Planned(task, name, ("score",), length, samples=samples))
     return planned
 
 
@@ -267,7 +296,8 @@ def babilong_suite(sources: Sources) -> list[Planned]:
                     )
                     for row in rows
                 ]
-            planned.append(Planned(_babilong_task(name, length, samples), name, ("score",), length))
+            task = _babilong_task(name, length, samples)
+            planned.append(Planned(task, name, ("score",), length, samples=samples))
     return planned
 
 
@@ -288,7 +318,7 @@ class Suite:
         plan: makes its tasks.
         mean_of: columns of the mean; None for all of them, () for no mean.
         generated: whether its samples are made to given lengths.
-        lengths: those of the paper, in tokens.
+        lengths: those of the paper, or if it has none our choice, in tokens.
     """
 
     plan: Callable[[Sources], list[Planned]]
@@ -302,6 +332,9 @@ SUITES = {
     "maths_and_code": Suite(maths_and_code, mean_of=()),
     "longbench_e": Suite(longbench_e),
     "phonebook": Suite(phonebook, generated=True, lengths=(2048, 4096, 8192)),
+    "variable_assignment": Suite(
+        variable_assignment, generated=True, lengths=(512, 1024, 2048, 4096, 8192)
+    ),
     "ruler": Suite(ruler_suite, generated=True, lengths=(4096, 8192, 16384)),
     "babilong": Suite(
         babilong_suite,

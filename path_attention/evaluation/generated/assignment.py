@@ -1,0 +1,176 @@
+"""Variable assignment traces: what a variable holds after a line of Python statements.
+
+    a = 3; b = 7; a, b = b, a; b = a; print(b) -> 7
+
+A trace is a state that each statement changes, written in text, so that any tokenizer reads it. Its
+difficulty is the number of statements that the answer hangs on:
+
+    last_value    constants alone: the asked variable's last one, by its distance
+    swaps         constants once, then swaps alone: every swap counts, none may be lost
+    mixed         constants, copies and swaps in the shares 1 : 1 : 3
+
+The state of swaps is an element of the symmetric group of the variables, S5 for five: what one
+layer of fixed transitions cannot track (arXiv 2404.08819), and products of Householder factors can.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from path_attention.evaluation.generated.sample import CountTokens, Sample, fill
+
+TASKS = ("last_value", "swaps", "mixed")
+VARIABLES = 5
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+_CONSTANT, _COPY = 0.2, 0.4  # of "mixed": below the first a constant, below the second a copy
+_MOST = 1_000_000
+_NEW_TOKENS = 4  # a digit, with room
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Statements and what they lead to.
+
+    Attributes:
+        statements: of Python, in their order; the first give each variable its constant.
+        values: what each variable holds after the last.
+        asked: variables, in the order in which they are asked for.
+        distance: statements behind the last that wrote the first asked variable.
+    """
+
+    statements: tuple[str, ...]
+    values: dict[str, int]
+    asked: tuple[str, ...]
+    distance: int
+
+    @property
+    def text(self) -> str:
+        """The statements, and the first asked variable without its value."""
+        return "; ".join([*self.statements, f"print({self.asked[0]}) ->"])
+
+
+class Tracer:
+    """Writes statements of one trace, as many as are asked for, each but once.
+
+    The shorter trace is the beginning of the longer one, but for "last_value", where the asked
+    variable is written at a share of the trace that stays the same.
+
+    Args:
+        task: one of `TASKS`.
+        rng: draws everything; nothing else is random.
+        variables: 2 to 26 of them, each with a digit; digits differ at first if there are at most
+            10 variables.
+
+    Raises:
+        ValueError: naming `task` or `variables`.
+
+    >>> trace = Tracer("mixed", np.random.default_rng(3), variables=3).trace(8)
+    >>> print("; ".join(trace.statements))
+    c = 5; e = 4; t = 3; t, c = c, t; e, c = c, e; c, t = t, c; e = c; e, c = c, e
+    >>> trace.text[-11:], trace.values, trace.distance
+    ('print(t) ->', {'c': 5, 'e': 5, 't': 4}, 2)
+    """
+
+    def __init__(self, task: str, rng: np.random.Generator, variables: int = VARIABLES) -> None:
+        if task not in TASKS:
+            raise ValueError(f"task: expected one of {list(TASKS)}, got {task!r}")
+        if not 2 <= variables <= len(_LETTERS):
+            raise ValueError(f"variables: expected 2 to {len(_LETTERS)}, got {variables}")
+        self.task, self.rng = task, rng
+        self.names = [_LETTERS[i] for i in rng.choice(len(_LETTERS), variables, replace=False)]
+        self.asked = tuple(self.names[i] for i in rng.permutation(variables))
+        self.place = float(rng.random())
+        self.late = int(rng.integers(10))
+        first = rng.choice(10, variables, replace=variables > 10)
+        self._values = [dict(zip(self.names, first.tolist(), strict=True))]
+        self._statements: list[str] = []
+        self._written: list[tuple[str, ...]] = []
+
+    @property
+    def least(self) -> int:
+        """The shortest trace: a constant for each variable."""
+        return len(self.names)
+
+    def trace(self, statements: int) -> Trace:
+        """The trace of so many statements. Raises ValueError on fewer than `least`."""
+        if statements < self.least:
+            raise ValueError(f"statements: expected at least {self.least}, got {statements}")
+        more = statements - self.least
+        while len(self._statements) < more:
+            self._step()
+        first = [f"{name} = {value}" for name, value in self._values[0].items()]
+        late = bool(more) and self.task == "last_value"  # one statement is the asked variable's
+        lines = [*first, *self._statements[: more - late]]
+        written = [(name,) for name in self.names] + self._written[: more - late]
+        values = dict(self._values[more - late])
+        if late:
+            place = self.least + int(self.place * more)
+            lines.insert(place, f"{self.asked[0]} = {self.late}")
+            written.insert(place, self.asked[:1])
+            values[self.asked[0]] = self.late
+        distance = next(n for n, names in enumerate(reversed(written)) if self.asked[0] in names)
+        return Trace(tuple(lines), values, self.asked, distance)
+
+    def _step(self) -> None:
+        values, rng = dict(self._values[-1]), self.rng
+        kind = {"last_value": 0.0, "swaps": 1.0}.get(self.task)
+        kind = float(rng.random()) if kind is None else kind
+        open_to = [n for n in self.names if self.task != "last_value" or n != self.asked[0]]
+        if kind < _CONSTANT:
+            name = open_to[int(rng.integers(len(open_to)))]
+            values[name] = int(rng.integers(10))
+            line, written = f"{name} = {values[name]}", (name,)
+        else:
+            a, b = (self.names[i] for i in rng.choice(len(self.names), 2, replace=False))
+            if kind < _COPY:
+                values[a] = values[b]
+                line, written = f"{a} = {b}", (a,)
+            else:
+                values[a], values[b] = values[b], values[a]
+                line, written = f"{a}, {b} = {b}, {a}", (a, b)
+        self._values.append(values)
+        self._statements.append(line)
+        self._written.append(written)
+
+
+def assignment_sample(
+    task: str,
+    seed: int,
+    length: int,
+    count_tokens: CountTokens,
+    variables: int = VARIABLES,
+) -> Sample:
+    """A trace of as many statements as fit, and one variable to print.
+
+    Its `more` asks for the other variables too, each after the one before: for training texts.
+
+    Args:
+        task: one of `TASKS`.
+        seed: each gives another trace.
+        length: tokens of context, answer included.
+        count_tokens: of a text.
+        variables: as in `Tracer`.
+
+    Raises:
+        ValueError: naming `lengths` if not even the constants fit, `task`, `variables`.
+
+    >>> sample = assignment_sample("swaps", 0, 24, lambda text: len(text.split()), variables=2)
+    >>> sample.prompt, sample.references
+    ('v = 0; q = 1; v, q = q, v; v, q = q, v; print(q) ->', ('1',))
+    >>> sample.more
+    (('; print(v) ->', '0'),)
+    """
+    tracer = Tracer(task, np.random.default_rng(seed), variables)
+
+    def build(statements: int) -> Sample:
+        trace = tracer.trace(statements)
+        answers = [str(trace.values[name]) for name in trace.asked]
+        more = tuple(
+            (f"; print({name}) ->", answer)
+            for name, answer in zip(trace.asked[1:], answers[1:], strict=True)
+        )
+        return Sample(trace.text, "", (answers[0],), _NEW_TOKENS, length, more=more)
+
+    return fill(build, count_tokens, least=tracer.least, most=_MOST)
