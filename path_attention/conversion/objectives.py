@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import types
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,12 @@ from path_attention.conversion.lora import LoraRecipe, add_adapters, merge_adapt
 from path_attention.conversion.teacher import Teacher, is_attention, is_encoding
 from path_attention.nn.attention import count_positions
 from path_attention.nn.encoding import RotaryHouseholder
+from path_attention.training.flops import (
+    ModelFlops,
+    attention_size,
+    forward_flops,
+    linear_weights,
+)
 from path_attention.training.objective import Objective
 from path_attention.training.processes import Processes, spread
 from path_attention.training.rows import IGNORED, Row
@@ -31,6 +37,8 @@ if TYPE_CHECKING:
     from path_attention.training.recipe import Recipe
 
 Trainable = Literal["all", "attention", "encoding", "lora"]
+# linear layers of attention that read the block's input, which is the teacher's and has no gradient
+_READ_INPUT = ("q_proj", "k_proj", "v_proj", "w_proj", "w_proj.0", "beta_proj", "forget_proj")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +164,19 @@ class MatchAttention(NextToken):
         check_trunk(model, self.teacher.model)
         attach_teacher(model, self.teacher, processes.device, dtype)
 
+    def flops(self, model: nn.Module, attention: int) -> ModelFlops:
+        """The teacher's attention and the student's MLPs forward alone, no head; the student's
+        attention forward and backward, without gradients of what it reads."""
+        forward, backward = 0, 0
+        for name, weight in linear_weights(cast(Any, model).model).items():
+            forward += weight.numel()
+            if is_attention(f".{name}"):
+                backward += weight.numel() * weight.requires_grad
+                backward += 0 if name.endswith(_READ_INPUT) else weight.numel()
+        for layer in self.teacher.model.model.layers:
+            forward += sum(w.numel() for w in linear_weights(layer.attention).values())
+        return ModelFlops(2.0 * (forward + backward), (1 + 3) * attention)
+
     def loss(self, model: nn.Module, row: Row, divisor: float, device: torch.device) -> Tensor:
         errors, squares = model(row.input_ids.to(device), row.packing.to(device))
         if self.relative:
@@ -187,6 +208,7 @@ class MatchLogits(NextToken):
         self.teacher = teacher
         self.options = {"temperature": temperature, "top_k": top_k, "chunk": chunk}
         self._spread: Any = None
+        self._teacher_flops = ModelFlops(0, 0)
 
     def course(self) -> dict[str, Any]:
         options = {name: self.options[name] for name in ("temperature", "top_k")}
@@ -199,11 +221,16 @@ class MatchLogits(NextToken):
         self.teacher.check_length(recipe.data.context_length)
         teacher: Any = self.teacher.model
         teacher = teacher.to(processes.device, dtype).eval().requires_grad_(False)
+        self._teacher_flops = forward_flops(teacher, attention_size(teacher.config))
         _replace(teacher, _hidden_and_head)
         if recipe.parallel == "fsdp" and processes.count > 1:
             teacher = spread(teacher, "fsdp", processes, dtype)
         self._spread = teacher
         _replace(model, _divergence)
+
+    def flops(self, model: nn.Module, attention: int) -> ModelFlops:
+        """The student's forward and backward, and the teacher's forward."""
+        return super().flops(model, attention) + self._teacher_flops
 
     def loss(self, model: nn.Module, row: Row, divisor: float, device: torch.device) -> Tensor:
         ids, packing = row.input_ids.to(device), row.packing.to(device)

@@ -18,7 +18,7 @@ from path_attention.models import (
     load_model,
     model_folder,
 )
-from path_attention.training.flops import ModelFlops
+from path_attention.training.flops import ModelFlops, attention_size
 from path_attention.training.objective import Objective
 from path_attention.training.processes import Processes, spread
 from path_attention.training.recipe import ModelRecipe, Recipe
@@ -51,7 +51,6 @@ def build_model(
         with torch.device("meta" if meta else "cpu"):
             model = cast(nn.Module, PathAttentionForCausalLM(config))
     parameters = sum(p.numel() for p in model.parameters())
-    flops = ModelFlops(model, attention_size(config))
     if recipe.fused:
         from path_attention.training.fused import use_fused_kernels
 
@@ -60,6 +59,7 @@ def build_model(
         if not meta:
             model = model.to(processes.device)
         objective.prepare(model, recipe, processes, dtype)
+    flops = (objective or Objective()).flops(model, attention_size(config))
     if recipe.activation_checkpointing:
         old = cast(Any, model).gradient_checkpointing_enable  # its name until transformers 5.24
         getattr(model, "activation_checkpointing_enable", old)({"use_reentrant": False})
@@ -125,12 +125,6 @@ def _load_start(recipe: Recipe, config: PathAttentionConfig) -> nn.Module:
         )
     start = cast(Path, recipe.model.start)
     return load_model(start, config=config, dtype=torch.float32).train()
-
-
-def attention_size(config: PathAttentionConfig) -> int:
-    """layers · HQ · (D + DV), for `ModelFlops`."""
-    sizes = cast(int, config.head_dim) + cast(int, config.value_head_dim)
-    return config.num_hidden_layers * config.num_attention_heads * sizes
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from path_attention.training.flops import ModelFlops, training_flops
 from path_attention.training.processes import Processes
 from path_attention.training.rows import Row
 
@@ -40,6 +41,13 @@ class Objective:
         self, model: nn.Module, recipe: Recipe, processes: Processes, dtype: torch.dtype
     ) -> None:
         """Once, with the whole model on the device, before it is compiled and spread."""
+
+    def flops(self, model: nn.Module, attention: int) -> ModelFlops:
+        """What `loss` and its backward pass compute; called once, after `prepare`.
+
+        attention: `attention_size` of the model's configuration.
+        """
+        return training_flops(model, attention)
 
     def begin_step(self, step: int, steps: int) -> None:
         """Before step 0 ≤ step < steps; a resume calls it with where it stands."""

@@ -19,6 +19,7 @@ from path_attention.conversion.teacher import (
     is_encoding,
     student_config,
 )
+from path_attention.training.flops import attention_size, linear_weights
 from path_attention.training.processes import Processes
 from path_attention.training.recipe import DataRecipe, ModelRecipe, Recipe
 from path_attention.training.rows import IGNORED, Row
@@ -233,3 +234,51 @@ def test_contradictions_are_refused() -> None:
         LoraRecipe(rank=0)
     with pytest.raises(ValueError):
         add_adapters(make_pair("llama", "path")[1], LoraRecipe(matrices=("nothing",)), 0)
+
+
+def products(run) -> int:
+    """FLOPs of plain matrix products in a run, as PyTorch counts them: those of linear layers,
+    since attention multiplies batches."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        run()
+    counts = counter.get_flop_counts()["Global"]
+    return sum(n for op, n in counts.items() if str(op) in ("aten.mm", "aten.addmm"))
+
+
+@pytest.mark.parametrize("rank", [4, None])
+@pytest.mark.parametrize("trainable", ["all", "attention", "encoding", "lora"])
+@pytest.mark.parametrize("kind", [MatchAttention, MatchLogits, NextToken])
+def test_the_counted_flops_are_those_that_are_done(kind, trainable, rank) -> None:
+    if kind is MatchAttention and trainable in ("all", "lora"):
+        pytest.skip("attention is matched by attention alone")
+    if trainable == "lora":
+        pytest.importorskip("peft")
+    teacher = as_teacher(make_teacher("qwen3"))
+    config = student_config(teacher.model.config, "path_fox", direction_rank=rank)
+    student = copy_model(teacher.model, config).train()
+    choices = Choices(trainable=trainable)
+    objective = prepared(
+        NextToken(choices) if kind is NextToken else kind(teacher, choices), student
+    )
+    row = make_row()
+    T = sum(LENGTHS)
+
+    def step() -> None:
+        objective.loss(student, row, 1.0, torch.device("cpu")).backward()
+
+    counted = objective.flops(student, attention_size(config))
+    done = products(step)
+    expected = counted.token * T
+    vocabulary = config.vocab_size * config.hidden_size
+    if kind is MatchLogits:  # its heads see what is predicted alone
+        expected -= (T - row.targets) * vocabulary * (2 + 4 + 2 * (trainable == "all"))
+    if kind is not MatchAttention and trainable != "all":  # the embedding asks for no gradient
+        first = sum(w.numel() for w in linear_weights(student.model.layers[0].attention).values())
+        assert expected - 2 * T * first <= done <= expected
+    else:
+        assert done == expected
+    layers, sizes = config.num_hidden_layers, config.head_dim + config.value_head_dim
+    forward = layers * config.num_attention_heads * sizes
+    assert counted.scores == forward * (3 if kind is NextToken else 4)

@@ -10,9 +10,8 @@ import torch
 
 from path_attention.models import PathAttentionConfig, PathAttentionForCausalLM
 from path_attention.training import flops, loop
-from path_attention.training.flops import ModelFlops, peak_flops
+from path_attention.training.flops import attention_size, peak_flops, training_flops
 from path_attention.training.log import RunLog, read_log
-from path_attention.training.model import attention_size
 from path_attention.training.processes import Processes
 from path_attention.training.recipe import LogRecipe
 
@@ -28,13 +27,17 @@ def test_flops_are_those_of_the_products(make_recipe) -> None:
         "nope", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=50
     )
     model = PathAttentionForCausalLM(config)
-    counted = ModelFlops(model, attention_size(config))
+    counted = training_flops(model, attention_size(config))
     ids = torch.arange(40)[None]
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=ids, use_cache=False)
     products = counter.get_flop_counts()["Global"]
     linear = sum(n for op, n in products.items() if "attention" not in str(op))
     assert counted.of([40]) == 3 * linear + 3 * 2 * 4 * (8 + 8) * 40**2
+    model.model.layers.requires_grad_(False)
+    head = 50 * 32
+    frozen = training_flops(model, attention_size(config))
+    assert counted.token - frozen.token == 2 * (counted.token / 6 - head)
     assert counted.of([40]) - counted.of([20, 20]) == 3 * 2 * 4 * 16 * (40**2 - 2 * 20**2)
 
 
