@@ -173,7 +173,8 @@ class MatchAttention(NextToken):
             if is_attention(f".{name}"):
                 backward += weight.numel() * weight.requires_grad
                 backward += 0 if name.endswith(_READ_INPUT) else weight.numel()
-        for layer in self.teacher.model.model.layers:
+        layers: Any = self.teacher.model.model.layers
+        for layer in layers:
             forward += sum(w.numel() for w in linear_weights(layer.attention).values())
         return ModelFlops(2.0 * (forward + backward), (1 + 3) * attention)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from path_attention.models import PathAttentionConfig
@@ -73,7 +73,7 @@ def training_flops(model: nn.Module, attention: int) -> ModelFlops:
     return forward_flops(model, attention) + ModelFlops(2.0 * back, 2.0 * attention)
 
 
-def linear_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+def linear_weights(model: nn.Module) -> dict[str, Tensor]:
     """The weight of each `nn.Linear`, by the module's name."""
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
     return {name: layer.weight for name, layer in layers}
