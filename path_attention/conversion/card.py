@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from path_attention.conversion.recipe import ConversionRecipe
+from path_attention.conversion.scores import read_completions
 from path_attention.models import PathAttentionConfig
 from path_attention.results import write_whole
 from path_attention.training.mixture import CorpusMixture
@@ -21,7 +22,10 @@ def write_card(
     teacher: PathAttentionConfig,
     rows: Sequence[Mapping[str, Any]],
 ) -> None:
-    """conversion_card.json (everything) and README.md, in `out` and in `out`/model."""
+    """conversion_card.json (everything) and README.md, in `out` and in `out`/model.
+
+    rows: of the report; completions are read from `out`/report.
+    """
     mixture = CorpusMixture.open(recipe.data) if recipe.data else None
     stages = [
         {"stage": name, "trained_tokens": stage.steps * stage.batch_tokens}
@@ -39,13 +43,16 @@ def write_card(
         "report": list(rows),
     }
     write_whole(out / "conversion_card.json", json.dumps(card, indent=1, default=str) + "\n")
-    text = _readme(card, recipe, rows)
+    text = _readme(card, recipe, rows, read_completions(out / "report"))
     for folder in (out / "model", out):
         write_whole(folder / "README.md", text)
 
 
 def _readme(
-    card: Mapping[str, Any], recipe: ConversionRecipe, rows: Sequence[Mapping[str, Any]]
+    card: Mapping[str, Any],
+    recipe: ConversionRecipe,
+    rows: Sequence[Mapping[str, Any]],
+    completions: Sequence[Mapping[str, Any]],
 ) -> str:
     sources = "none"
     if card["data"] is not None:
@@ -75,8 +82,9 @@ A RoPE language model whose position encoding was exchanged for {recipe.to} by `
 |---|---|
 {table}
 
-{_scores(rows)}
-Use it with
+{_stages(rows)}{_contexts(rows)}{_suites(rows)}{_completions(completions)}
+## Use
+
 
     import path_attention.models  # registers the model with transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -86,7 +94,7 @@ Use it with
 """
 
 
-def _scores(rows: Sequence[Mapping[str, Any]]) -> str:
+def _stages(rows: Sequence[Mapping[str, Any]]) -> str:
     models = [row for row in rows if row["by"] == "model"]
     if not models:
         return "It was not measured: no held-out documents were given.\n"
@@ -101,3 +109,59 @@ def _scores(rows: Sequence[Mapping[str, Any]]) -> str:
     )
     teacher = f"| the teacher | {first['teacher_perplexity']:.3f} | |"
     return "\n".join([head, teacher, *lines]) + "\n"
+
+
+def _contexts(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Perplexity by length, a table for each corpus."""
+    text = ""
+    mine = [row for row in rows if row["by"] == "context"]
+    for corpus in dict.fromkeys(row["corpus"] for row in mine):
+        here = [row for row in mine if row["corpus"] == corpus]
+        text += f"\n## Perplexity by tokens of context, {corpus}\n\n| | teacher | student |\n"
+        text += "|---|---|---|\n"
+        for length in dict.fromkeys(row["length"] for row in here):
+            cells = _beside([row for row in here if row["length"] == length], "perplexity", 1)
+            text += f"| {length:,} | {cells} |\n"
+    return text
+
+
+def _suites(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Scores of suites, before (the teacher) and after (the student), with 95 % intervals."""
+    text = ""
+    mine = [row for row in rows if row["by"] == "suite"]
+    for suite in dict.fromkeys(row["suite"] for row in mine):
+        here = [row for row in mine if row["suite"] == suite]
+        text += f"\n## {suite}\n\n| task | tokens | metric | teacher | student |\n"
+        text += "|---|---|---|---|---|\n"
+        names = ("column", "length", "metric", "filter")
+        for place in dict.fromkeys(tuple(row[name] for name in names) for row in here):
+            column, length, metric, how = place
+            found = [row for row in here if tuple(row[name] for name in names) == place]
+            cells = _beside(found, "score", 1 if "perplexity" in metric else 100)
+            metric = metric if how in ("", "none") else f"{metric}, {how}"
+            text += f"| {column} | {'' if length is None else length} | {metric} | {cells} |\n"
+    return text
+
+
+def _beside(rows: Sequence[Mapping[str, Any]], name: str, by: int) -> str:
+    """The teacher's and the student's cell."""
+    cells = {}
+    for row in rows:
+        cell = "not finite" if row[name] is None else f"{by * row[name]:.{2 if by == 1 else 1}f}"
+        if row["low"] is not None:
+            cell += f" ({by * row['low']:.1f}–{by * row['high']:.1f})"
+        cells[row["model"]] = cell
+    return " | ".join(cells.get(model, "") for model in ("teacher", "student"))
+
+
+def _completions(lines: Sequence[Mapping[str, Any]]) -> str:
+    if not lines:
+        return ""
+    text = "\n## Completions, before and after\n"
+    for prompt in dict.fromkeys(line["prompt"] for line in lines):
+        text += f"\n**{prompt}**\n"
+        for line in lines:
+            if line["prompt"] == prompt:
+                answer = line["answer"].strip().replace("\n", "\n> ")
+                text += f"\n{line['model']}:\n\n> {answer}\n"
+    return text

@@ -71,3 +71,30 @@ class ConvertFla:
         from path_attention.conversion.fla import convert_folder
 
         print(convert_folder(self.model, self.out))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertControl:
+    """Train a conversion's RoPE teacher on: for the same tokens, on the same data, by the recipe of
+    its longest stage. What more training alone gives, the control has too.
+
+    `path-attention convert compare CONVERSION CONTROL` sets them side by side.
+    """
+
+    conversion: Annotated[Path, tyro.conf.Positional]
+    """Folder of a finished conversion."""
+    out: Path | None = None
+    """The control's folder; default: CONVERSION-control."""
+    resume: Resume = "auto"
+    """As in `convert`."""
+
+    def run(self) -> None:
+        from path_attention.conversion.control import control_of, read_conversion
+        from path_attention.conversion.pipeline import convert
+
+        source, recipe = read_conversion(self.conversion)
+        out = self.out or self.conversion.with_name(f"{self.conversion.name}-control")
+        outcome = convert(source, control_of(recipe), out, resume=self.resume)
+        if outcome is not None and outcome.signal is not None:
+            raise SystemExit(128 + outcome.signal)
+        print(out / "model")

@@ -4,8 +4,9 @@
     attention/ logits/ pretraining/    runs of the training loop, each from the model before it
     report.json report.png             errors, divergence and perplexity after each
     model/                 the last model, with a card
+    teacher/ report/       the teacher as a model of this library, and both models' scores
 
-Every process of a `torchrun` takes part; files are written by the first.
+Every process of a `torchrun` takes part; files are written by the first, which measures alone.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from path_attention.conversion.memory import check_memory
 from path_attention.conversion.objectives import MatchAttention, MatchLogits, NextToken
 from path_attention.conversion.recipe import ConversionRecipe, StageRecipe
 from path_attention.conversion.report import Measurer, write_report
+from path_attention.conversion.scores import Scorer
 from path_attention.conversion.starts import start_encoding
 from path_attention.conversion.teacher import (
     Teacher,
@@ -36,6 +39,7 @@ from path_attention.conversion.teacher import (
     student_config,
 )
 from path_attention.models import PathAttentionConfig, model_folder
+from path_attention.training.corpus import TokenCorpus
 from path_attention.training.loop import Outcome, Resume, train
 from path_attention.training.mixture import CorpusMixture, pack_rows
 from path_attention.training.processes import Processes, choose_precision, start_processes
@@ -106,6 +110,8 @@ def convert(
             _settle(run)
             if not (out / "start" / "config.json").exists():
                 _write_start(run)
+            if recipe.report.scores:
+                _scorer(run, {"student": out / "start"}).check()
         folder = out / "start"
         for name, stage in recipe.stages():
             folder, before = out / name, folder
@@ -117,8 +123,8 @@ def convert(
             )
             if outcome.signal is not None:
                 return outcome
-        with processes.first_does():
-            _finish(run, folder)
+    if processes.first:
+        _finish(run, folder)
     return None
 
 
@@ -257,7 +263,10 @@ def _finish(run: _Conversion, last: Path) -> None:
     shutil.rmtree(model, ignore_errors=True)
     os.rename(partial, model)
     rows: list[dict[str, Any]] = []
+    corpora: list[TokenCorpus] = []
     if recipe.data and CorpusMixture.open(recipe.data).info["heldout_tokens"]:
+        parts = CorpusMixture.open(recipe.data).parts
+        corpora = [part for part in parts if part.info["heldout_tokens"]]
         measurer = Measurer(run.teacher(), recipe, run.processes.device)
         done = 0
         names = ["start", *(name for name, _ in recipe.stages())]
@@ -266,5 +275,36 @@ def _finish(run: _Conversion, last: Path) -> None:
                 stage = getattr(recipe, name)
                 done += stage.steps * stage.batch_tokens
             rows += measurer.measure(run.out / name, name, done)
+        del measurer
+    if recipe.report.scores:
+        _write_teacher(run)
+        models = {"teacher": run.out / "teacher", "student": run.out / "model"}
+        rows += _scorer(run, models).measure(corpora)
+    if rows:
         write_report(run.out, rows, str(run.processes.device))
     write_card(run.out, run.source, recipe, run.teacher_config, rows)
+
+
+def _scorer(run: _Conversion, models: Mapping[str, Path]) -> Scorer:
+    dtype = choose_precision(run.recipe.precision, run.processes.device)
+    return Scorer(
+        report=run.recipe.report,
+        models=models,
+        out=run.out / "report",
+        device=str(run.processes.device),
+        dtype="bfloat16" if dtype == torch.bfloat16 else "float32",
+        window=run.window,
+    )
+
+
+def _write_teacher(run: _Conversion) -> None:
+    """The teacher as a model of this library, in the precision in which it is scored."""
+    folder = run.out / "teacher"
+    if (folder / "config.json").exists():
+        return
+    partial = run.out / ".teacher.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    dtype = choose_precision(run.recipe.precision, run.processes.device)
+    run.teacher(dtype).model.save_pretrained(partial)
+    load_teacher_tokenizer(run.source).save_pretrained(partial)
+    os.rename(partial, folder)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from path_attention.conversion.lora import LoraRecipe
@@ -108,6 +109,61 @@ def _pretraining_stage() -> StageRecipe:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReportRecipe:
+    """What a conversion is measured on, teacher beside student.
+
+    Attributes:
+        tokens: held-out tokens that the model before and after each stage is measured on.
+        context: longest piece of them.
+        lengths: tokens of context for perplexity by length of the last model, on every corpus that
+            has documents as long.
+        targets, windows: of perplexity by length.
+        suites: of `path-attention evaluate`, on the last model; None for those that need nothing
+            fetched (phonebook, variable_assignment), and with data_dir zero_shot.
+        suite_lengths: tokens of context of suites that are made to lengths.
+        samples: of each of their tasks and lengths.
+        limit: documents of each task of the others.
+        data_dir: a folder of `path-attention evaluate fetch`; None: the hub.
+        background: text that ruler and babilong hide facts in.
+        prompts: that both models answer greedily; as chats where the tokenizer has a template.
+        new_tokens: the most of an answer.
+    """
+
+    tokens: int = 1 << 17
+    context: int = 2048
+    lengths: tuple[int, ...] = (512, 2048, 8192, 32768)
+    targets: int = 128
+    windows: int = 16
+    suites: tuple[str, ...] | None = None
+    suite_lengths: tuple[int, ...] = (512, 2048, 8192)
+    samples: int = 50
+    limit: int | None = None
+    data_dir: Path | None = None
+    background: tuple[str, ...] = ()
+    prompts: tuple[str, ...] = (
+        "What is the capital of France, and what is it known for?",
+        "Write a Python function that returns the n-th Fibonacci number.",
+        "Anna has 3 apples, buys 4 more and gives 2 to Tom. How many has she left? Explain.",
+    )
+    new_tokens: int = 96
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "context", "targets", "windows", "samples", "new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"report.{name}: expected at least 1, got {getattr(self, name)}")
+        if list(self.lengths) != sorted(set(self.lengths)):
+            raise ValueError(f"report.lengths: expected rising numbers, got {self.lengths}")
+
+    @property
+    def scores(self) -> bool:
+        """Whether anything is measured beside what a stage did."""
+        return bool(self.lengths or self.prompts) or self.suites != ()
+
+
+NO_SCORES = ReportRecipe(lengths=(), suites=(), prompts=())
+
+
+@dataclass(frozen=True, kw_only=True)
 class ConversionRecipe:
     """A whole conversion; its defaults are the published budgets.
 
@@ -124,8 +180,7 @@ class ConversionRecipe:
         data: corpora, each "FOLDER=WEIGHT" (whole numbers are ratios; shares must sum to 1), made
             with the teacher's tokenizer.
         stage_data: corpora of the first two stages, where they are others.
-        report_tokens: held-out tokens that every stage's model is measured on.
-        report_context: longest piece of them.
+        report: what the report measures (`ReportRecipe`).
         precision, parallel, activation_checkpointing, compile, device, seed, guard, checkpoint,
             log: as in `Recipe`.
         workers: threads that make rows.
@@ -144,8 +199,7 @@ class ConversionRecipe:
     lora: LoraRecipe = field(default_factory=LoraRecipe)
     data: tuple[str, ...] = ()
     stage_data: tuple[str, ...] = ()
-    report_tokens: int = 1 << 17
-    report_context: int = 2048
+    report: ReportRecipe = field(default_factory=ReportRecipe)
     precision: Precision = "auto"
     parallel: Parallel = "auto"
     activation_checkpointing: bool = False
@@ -227,7 +281,7 @@ def budget(name: str) -> ConversionRecipe:
             recipe, logits=dataclasses.replace(recipe.logits, trainable="lora")
         )
     if name == "none":
-        return _scaled(0, 0, 0)
+        return _scaled(0, 0, 0, report=NO_SCORES)
     raise ValueError(f"budget: expected one of {list(BUDGETS)}, got {name!r}")
 
 

@@ -39,14 +39,14 @@ class Measurer:
         self.teacher, self.device = teacher, device
         self.dtype = choose_precision(recipe.precision, device)
         mixture = CorpusMixture.open(recipe.data)
-        context = recipe.report_context
+        context = recipe.report.context
         if teacher.window is not None:
             context = min(context, teacher.window)
         row = min(max(context, 4096), mixture.info["heldout_tokens"])
         rows = pack_rows(
             mixture, "heldout", context_length=min(context, row), row_tokens=row, seed=0
         )
-        count = max(1, min(recipe.report_tokens, rows.epoch_tokens) // row)
+        count = max(1, min(recipe.report.tokens, rows.epoch_tokens) // row)
         self.rows = [rows.row(number) for number in range(count)]
 
     @torch.no_grad()
@@ -124,14 +124,16 @@ def _cross_entropy(x: Tensor, head: Tensor, labels: Tensor, rows: int = 512) -> 
 
 
 def write_report(out: Path, rows: Sequence[Mapping[str, Any]], device: str = "cpu") -> None:
-    """report.json, in the form of results, and report.png."""
+    """report.json, in the form of results; report.png if the stages were measured."""
     from path_attention.conversion.figure import draw
 
     result = make_result(
         what="A converted model against its teacher on the same held-out tokens: each layer's "
-        "relative squared error of attention, divergence in nats a token, perplexity",
+        "relative squared error of attention, divergence in nats a token, perplexity; then both "
+        "models' perplexity by tokens of context and scores of suites, with 95 % intervals",
         rows=rows,
         device=device,
     )
     write_result(out / "report.json", result)
-    draw(result, out / "report.png")
+    if any(row["by"] == "model" for row in rows):
+        draw(result, out / "report.png")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from path_attention.conversion.recipe import ConversionRecipe, StageRecipe
+from path_attention.conversion.recipe import NO_SCORES, ConversionRecipe, StageRecipe
 from path_attention.training.recipe import CheckpointRecipe, LogRecipe
 
 
@@ -24,8 +25,7 @@ def small_conversion(corpora: Sequence[Path], **fields: Any) -> ConversionRecipe
         "logits": stage(),
         "pretraining": stage(),
         "data": tuple(f"{path}={w}" for path, w in zip(corpora, (2, 1), strict=True)),
-        "report_tokens": 300,
-        "report_context": 24,
+        "report": dataclasses.replace(NO_SCORES, tokens=300, context=24),
         "precision": "float32",
         "device": "cpu",
         "workers": 0,

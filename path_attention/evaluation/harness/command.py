@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -31,7 +31,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _EvaluateSuite:
+class EvaluateAnySuite:
     """Writes OUT/SUITE.json (rows with intervals), and for each model OUT/MODEL/SUITE.samples.jsonl
     (every prompt, answer and score) and OUT/MODEL/answers.jsonl (by which an interrupted run goes
     on where it was, with the same numbers).
@@ -94,6 +94,10 @@ class _EvaluateSuite:
         write_result(self.out / f"{self.suite}.json", result)
         print_scores(self.suite, rows)
         print(f"wrote {self.out / self.suite}.json")
+
+    def check(self) -> None:
+        """Plan every task without a model. Raises ValueError on bad options or missing data."""
+        self._plan(name_models(self.models, self.labels))
 
     def _plan(self, models: dict[str, Path]) -> dict[str, list[Planned]]:
         """Each model's tasks, with all their data, before any model is loaded."""
@@ -189,28 +193,28 @@ def _trained_at(folder: Path) -> int | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateZeroShot(_EvaluateSuite):
+class EvaluateZeroShot(EvaluateAnySuite):
     """WikiText, LAMBADA, PIQA, HellaSwag, WinoGrande, ARC: the columns of the paper's table."""
 
     suite = "zero_shot"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateMathsAndCode(_EvaluateSuite):
+class EvaluateMathsAndCode(EvaluateAnySuite):
     """GSM8K, MATH, HumanEval, MBPP, MBPP+, MMLU, GPQA; generated code runs in a sandbox."""
 
     suite = "maths_and_code"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateLongBench(_EvaluateSuite):
+class EvaluateLongBench(EvaluateAnySuite):
     """LongBench-E without its passage tasks, by buckets of each document's own length."""
 
     suite = "longbench_e"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _EvaluateGenerated(_EvaluateSuite):
+class _EvaluateGenerated(EvaluateAnySuite):
     lengths: str = ""
     """Tokens of context, answer included, with commas between; default: the paper's."""
     samples: int = 100
@@ -265,6 +269,10 @@ GENERATED: dict[str, type[_EvaluateGenerated]] = {
     command.suite: command
     for command in (EvaluatePhoneBook, EvaluateRuler, EvaluateBabilong, EvaluateVariableAssignment)
 }
+COMMANDS: Mapping[str, type[EvaluateAnySuite]] = {
+    command.suite: command
+    for command in (EvaluateZeroShot, EvaluateMathsAndCode, EvaluateLongBench)
+} | GENERATED
 
 
 @dataclass(frozen=True, kw_only=True)
