@@ -153,25 +153,10 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
         "AnalyzeSwaps",
         "how long one PaTH layer with hand-set weights tracks items under swaps",
     ),
-    ("analyze", "simulate"): (
-        "path_attention.analysis.simulate",
-        "Simulate",
-        "the theorems' claims on attention under random transports",
-    ),
-    ("analyze",): (
-        "path_attention.analysis.analyze",
-        "AnalyzeModel",
-        "MODEL … --data DATA: what routes do in every head, on real tokens",
-    ),
     ("generate",): (
         "path_attention.models.generation",
         "Generate",
         "MODEL --prompt TEXT: continue a text",
-    ),
-    ("serve",): (
-        "path_attention.serving.command",
-        "Serve",
-        "[MODEL]: a server that OpenAI's clients can talk to",
     ),
     ("benchmark", "operator"): (
         "path_attention.benchmarks.operator",
@@ -224,7 +209,6 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
         "where the time of the Triton operator goes, kernel by kernel",
     ),
 }
-_SERVE = ("fastapi", "starlette", "uvicorn", "prometheus_client")  # what the extra `serve` brings
 _ERRORS = (ValueError, OSError, FloatingPointError)
 
 
@@ -247,9 +231,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ImportError as error:
         if os.environ.get("PATH_ATTENTION_TRACEBACK") == "1":
             raise
-        missing, extra = str(error), "train"
-        for name, brings in {"lm_eval": "evaluate", **dict.fromkeys(_SERVE, "serve")}.items():
-            extra = brings if name in missing else extra
+        extra = "evaluate" if "lm_eval" in str(error) else "train"
         _fail(f"{error}; `pip install 'path-attention[{extra}]'` brings what the commands need")
 
 
