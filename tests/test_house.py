@@ -36,7 +36,7 @@ ALLOWED = {
     "conversion": CONVERSION,
     "recipes": CONVERSION | {"recipes"},
     "serving": MODELS | {"serving"},
-    "benchmarks": TRAINING | {"benchmarks"},
+    "benchmarks": TRAINING | {"conversion", "benchmarks"},
     "results": set(),
     "cli": CONVERSION | {"recipes", "serving", "benchmarks"},
     "__main__": {"cli"},

@@ -29,7 +29,7 @@ from path_attention.benchmarks.comparison import (
 from path_attention.benchmarks.measure import stopwatch
 from path_attention.models import PRESETS, PathAttentionConfig
 from path_attention.ops.packing import Packing
-from path_attention.training.flops import peak_flops
+from path_attention.training.flops import ModelFlops, peak_flops
 from path_attention.training.loop import build_optimizer
 from path_attention.training.model import build_model
 from path_attention.training.objective import Objective
@@ -225,28 +225,38 @@ class BenchmarkTraining:
         )
 
 
-class _Trained:
-    """A model with its optimizer, and the trainer's step on rows that stay the same."""
+class TrainingSteps:
+    """The trainer's step on rows that stay the same.
 
-    def __init__(self, recipe: Recipe, vocabulary: int) -> None:
-        self.recipe = recipe
-        self.device = pick_device(recipe.device)
+    Args:
+        recipe: of the run.
+        model: ready to train, as `build_model` returns it.
+        flops: what the objective computes.
+        objective: prepared with the model.
+
+    Attributes:
+        flops: of a step.
+        peak_mib: memory of the latest step above what was there before; None on a CPU.
+        whole_mib: all memory at that peak.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        model: nn.Module,
+        flops: ModelFlops,
+        objective: Objective,
+        vocabulary: int,
+        device: torch.device,
+    ) -> None:
+        self.recipe, self.model, self.objective, self.device = recipe, model, objective, device
         self.dtype = torch.bfloat16 if recipe.precision == "bfloat16" else torch.float32
-        config = PathAttentionConfig.from_preset(
-            recipe.model.preset,
-            vocab_size=vocabulary,
-            max_position_embeddings=recipe.data.context_length,
-            **recipe.model.overrides(),
-        )
-        processes = Processes(0, 1, self.device)
-        self.model, flops, self.parameters = build_model(recipe, config, self.dtype, processes)
         self.model.train()
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
-        self.objective = Objective()
-        passes = recipe.passes(1)
-        self.rows = [_row(recipe, vocabulary, seed) for seed in range(passes)]
+        self.rows = [_row(recipe, vocabulary, seed) for seed in range(recipe.passes(1))]
         self.flops = sum(flops.of(row.packing.lengths) for row in self.rows)
         self.peak_mib: float | None = None
+        self.whole_mib: float | None = None
 
     def step(self) -> None:
         """Forward and backward of every pass, clipping, AdamW: as `training.loop` takes it."""
@@ -272,8 +282,26 @@ class _Trained:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if cuda:
-            peak = torch.cuda.max_memory_allocated(self.device) - before
-            self.peak_mib = round(peak / 2**20, 1)
+            peak = torch.cuda.max_memory_allocated(self.device)
+            self.whole_mib = round(peak / 2**20, 1)
+            self.peak_mib = round((peak - before) / 2**20, 1)
+
+
+class _Trained(TrainingSteps):
+    """A model of a recipe with next-token cross-entropy."""
+
+    def __init__(self, recipe: Recipe, vocabulary: int) -> None:
+        device = pick_device(recipe.device)
+        dtype = torch.bfloat16 if recipe.precision == "bfloat16" else torch.float32
+        config = PathAttentionConfig.from_preset(
+            recipe.model.preset,
+            vocab_size=vocabulary,
+            max_position_embeddings=recipe.data.context_length,
+            **recipe.model.overrides(),
+        )
+        processes = Processes(0, 1, device)
+        model, flops, self.parameters = build_model(recipe, config, dtype, processes)
+        super().__init__(recipe, model, flops, Objective(), vocabulary, device)
 
 
 def _row(recipe: Recipe, vocabulary: int, seed: int) -> Row:

@@ -30,6 +30,7 @@ def build_model(
     dtype: torch.dtype,
     processes: Processes,
     objective: Objective | None = None,
+    made: nn.Module | None = None,
 ) -> tuple[nn.Module, ModelFlops, int]:
     """The model ready to train, what it computes, and the number of its parameters.
 
@@ -39,13 +40,16 @@ def build_model(
         dtype: of its matrix products.
         processes: of the run.
         objective: of the run; prepares the model before it is compiled and spread.
+        made: the model on the device, made elsewhere; None makes it by the recipe.
 
     Raises:
         ValueError: what `recipe.model.start` holds, or a start on the meta device beside it.
     """
     meta = recipe.initialisation == "meta"
     torch.manual_seed(recipe.seed)
-    if recipe.model.start is not None:
+    if made is not None:
+        model = made
+    elif recipe.model.start is not None:
         model = _load_start(recipe, config)
     else:
         with torch.device("meta" if meta else "cpu"):
