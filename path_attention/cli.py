@@ -188,6 +188,11 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
         "BenchmarkTraining",
         "tokens a second of whole training steps beside RoPE's",
     ),
+    ("benchmark", "conversion"): (
+        "path_attention.benchmarks.conversion",
+        "BenchmarkConversion",
+        "a conversion's stages on random weights: tokens a second, memory",
+    ),
     ("benchmark", "accuracy"): (
         "path_attention.benchmarks.accuracy",
         "BenchmarkAccuracy",
