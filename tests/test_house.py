@@ -155,6 +155,8 @@ def test_the_wheel_holds_the_package_and_its_licence_alone(wheel):
     inside = {name for name in names if name.endswith(".py")}
     assert inside == {str(path.relative_to(ROOT)) for path in SOURCES}
     assert any(name.endswith("licenses/LICENSE") for name in names)
+    page = PACKAGE / "serving" / "page"
+    assert {str(path.relative_to(ROOT)) for path in page.iterdir()} <= set(names)
 
 
 @pytest.mark.slow
