@@ -158,6 +158,11 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
         "Generate",
         "MODEL --prompt TEXT: continue a text",
     ),
+    ("serve",): (
+        "path_attention.serving.command",
+        "Serve",
+        "[MODEL]: a server that OpenAI's clients can talk to",
+    ),
     ("benchmark", "operator"): (
         "path_attention.benchmarks.operator",
         "BenchmarkOperator",
@@ -214,6 +219,7 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
         "where the time of the Triton operator goes, kernel by kernel",
     ),
 }
+_SERVE = ("fastapi", "starlette", "uvicorn", "prometheus_client")  # what the extra `serve` brings
 _ERRORS = (ValueError, OSError, FloatingPointError)
 
 
@@ -236,7 +242,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ImportError as error:
         if os.environ.get("PATH_ATTENTION_TRACEBACK") == "1":
             raise
-        extra = "evaluate" if "lm_eval" in str(error) else "train"
+        missing, extra = str(error), "train"
+        for name, brings in {"lm_eval": "evaluate", **dict.fromkeys(_SERVE, "serve")}.items():
+            extra = brings if name in missing else extra
         _fail(f"{error}; `pip install 'path-attention[{extra}]'` brings what the commands need")
 
 

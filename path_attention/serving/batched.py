@@ -1,0 +1,282 @@
+"""The engine for this library's models: continuous batching over caches that share prefixes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache
+
+from path_attention.models.cache import (
+    CACHE_NAME,
+    PathAttentionCacheLayer,
+    crop_cache,
+    fork_cache,
+    layer_caches,
+)
+from path_attention.models.modeling import PathAttentionForCausalLM
+from path_attention.models.prefix_store import PrefixStore
+from path_attention.nn.cache_units import memory
+from path_attention.serving.answer import Answer, Ticket, choose, describe, verify
+from path_attention.serving.drafts import DraftModel, Lookup, Proposal
+from path_attention.serving.engine import Engine
+from path_attention.serving.request import Refused, Request
+from path_attention.serving.rows import step_rows
+from path_attention.serving.sampler import token_logprobs
+from path_attention.serving.settings import Settings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MEASURE_EVERY = 0.5  # seconds
+
+
+@dataclass(eq=False)
+class _Prompt:
+    """A prompt that is read, all but its last token, piece by piece."""
+
+    ticket: Ticket
+    ids: Tensor  # [1, T − 1]
+    cache: Cache
+    draft: Cache | None = None
+
+
+@dataclass(eq=False)
+class _Row:
+    """An answer that is written: its cache has seen all of its ids but the last."""
+
+    answer: Answer
+    cache: Cache
+    draft: Cache | None = None
+    lookup: Lookup = field(default_factory=Lookup)
+
+
+class BatchedEngine(Engine):
+    """Decodes all answers together, one step after the other, and a piece of a prompt in between.
+
+    Every answer has a cache of its own (`step_rows`), so any may come and go at any step; choices
+    of one prompt are forks of one cache, and prompts start from what the store has of them. A
+    request starts when its caches, at their full length, fit into `cache_bytes` beside those that
+    run. With a draft model or `lookup_tokens` a step checks several tokens at once and takes back
+    those that it rejects.
+    """
+
+    kind: ClassVar[str] = "batched"
+
+    def __init__(
+        self,
+        model: PathAttentionForCausalLM,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: Settings,
+        draft: PathAttentionForCausalLM | None = None,
+    ) -> None:
+        """Raises ValueError on a draft model of another vocabulary."""
+        super().__init__(model, tokenizer, settings)
+        if draft is not None and draft.config.vocab_size != model.config.vocab_size:
+            raise ValueError(
+                f"draft: expected the model's {model.config.vocab_size} tokens, "
+                f"got {draft.config.vocab_size}"
+            )
+        if draft is not None and settings.lookup_tokens:
+            raise ValueError("lookup_tokens: expected 0 with a draft model, got "
+                             f"{settings.lookup_tokens}")  # fmt: skip
+        self.draft = None if draft is None else DraftModel(draft.eval(), settings.draft_tokens)
+        size = settings.prefix_bytes
+        self.store = PrefixStore(model, max_bytes=size) if size else None
+        models = [model] if draft is None else [model, draft]
+        self._costs = [cache_cost(x) for x in models]
+        self._prompts: list[_Prompt] = []
+        self._rows: list[_Row] = []
+        self._measured = 0.0
+
+    # --- Coming and going -------------------------------------------------------------------------
+
+    def cost(self, request: Request) -> int:
+        """Bytes that a request's caches may come to."""
+        length = len(request.prompt) + request.max_tokens
+        return request.choices * sum(int(base + each * length) for base, each in self._costs)
+
+    def check(self, request: Request) -> None:
+        """As in `Engine`; also refuses what would never fit in memory."""
+        super().check(request)
+        cost, limit = self.cost(request), self.settings.cache_bytes
+        if cost > limit:
+            raise Refused(
+                f"the request may need {cost} bytes of cache, the server has {limit}",
+                param="max_tokens", code="context_length_exceeded",
+            )  # fmt: skip
+
+    def can_admit(self, ticket: Ticket) -> bool:
+        requests = [*(t.request for t in self.running), ticket.request]
+        rows = sum(request.choices for request in requests)
+        bytes_ = sum(self.cost(request) for request in requests)
+        return rows <= self.settings.max_rows and bytes_ <= self.settings.cache_bytes
+
+    def admit(self, ticket: Ticket) -> None:
+        request = ticket.request
+        ids = torch.tensor([request.prompt[:-1]], device=self.model.device, dtype=torch.int64)
+        cache = None
+        if self.store is not None and not request.prompt_logprobs:
+            cache = self.store.get(ids)
+        if cache is not None:
+            ticket.cached_tokens = cache.get_seq_length()
+            self.metrics.prefix_hits.inc()
+            self.metrics.prefix_tokens.inc(ticket.cached_tokens)
+        else:
+            cache = DynamicCache(config=self.model.config)
+        draft = None if self.draft is None else self.draft.new_cache()
+        self._prompts.append(_Prompt(ticket, ids, cache, draft))
+
+    def release(self, ticket: Ticket) -> None:
+        self._prompts = [p for p in self._prompts if p.ticket is not ticket]
+        self._rows = [row for row in self._rows if row.answer.ticket is not ticket]
+
+    # --- A step -----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self) -> None:
+        if self._prompts:
+            prompt = self._prompts.pop(0)
+            if self._read(prompt):
+                self._begin(prompt)
+            else:
+                self._prompts.append(prompt)  # prompts take turns
+        if self._rows:
+            self._write()
+        if time.monotonic() > self._measured + _MEASURE_EVERY:
+            self.measure()
+
+    def _read(self, prompt: _Prompt) -> bool:
+        """Compute a piece of a prompt; returns whether that was all."""
+        size, done = self.settings.prefill_tokens, True
+        seen = prompt.cache.get_seq_length()
+        piece = prompt.ids[:, seen : seen + size]
+        if piece.shape[1]:
+            whole = prompt.ticket.request.prompt_logprobs
+            logits = self.model(
+                piece, **{CACHE_NAME: prompt.cache}, logits_to_keep=0 if whole else 1
+            ).logits
+            if whole:
+                self._tell_prompt(prompt.ticket, logits[0], seen)
+            done = seen + piece.shape[1] == prompt.ids.shape[1]
+        if self.draft is not None and prompt.draft is not None:
+            behind = prompt.draft.get_seq_length()
+            piece = prompt.ids[:, behind : behind + size]
+            if piece.shape[1]:
+                self.draft.read(prompt.draft, piece)
+            done = done and behind + piece.shape[1] == prompt.ids.shape[1]
+        return done
+
+    def _tell_prompt(self, ticket: Ticket, logits: Tensor, seen: int) -> None:
+        """Log-probabilities of the tokens after `seen` and those behind it."""
+        after = ticket.request.prompt[seen + 1 : seen + 1 + len(logits)]
+        top = ticket.request.logprobs or 0
+        ticket.prompt_logprobs += token_logprobs(logits, after, top)
+
+    def _begin(self, prompt: _Prompt) -> None:
+        """A prompt is read: keep it, and write its answers."""
+        ticket = prompt.ticket
+        if self.store is not None and prompt.ids.shape[1]:
+            self.store.put(prompt.ids, prompt.cache)
+        for answer in ticket.answers:
+            answer.begin()
+        if ticket.request.max_tokens == 0:
+            for answer in ticket.answers:
+                answer.end()
+            return
+        caches = [fork_cache(prompt.cache) for _ in ticket.answers[1:]]
+        drafts: list[Cache | None] = [None] * len(ticket.answers)
+        if prompt.draft is not None:
+            drafts = [*(fork_cache(prompt.draft) for _ in caches), prompt.draft]
+        for answer, cache, draft in zip(
+            ticket.answers, [*caches, prompt.cache], drafts, strict=True
+        ):
+            self._rows.append(_Row(answer, cache, draft))
+
+    def _write(self) -> None:
+        """A step of every answer: one token, or as many of a proposal as are accepted."""
+        rows = self._rows
+        proposals = self._propose(rows)
+        before = [row.cache.get_seq_length() for row in rows]
+        feeds = [
+            [row.answer.ids[-1], *proposal.tokens]
+            for row, proposal in zip(rows, proposals, strict=True)
+        ]
+        every = step_rows(self.model, [row.cache for row in rows], feeds)
+        if not any(proposal.tokens for proposal in proposals):
+            logits = torch.cat(every)
+            chosen = [[token] for token in choose(logits, [row.answer for row in rows])]
+        else:
+            chosen = [
+                verify(logits, proposal.tokens, proposal.drawn_from, row.answer)
+                for row, proposal, logits in zip(rows, proposals, every, strict=True)
+            ]
+        for row, tokens, logits, seen, proposal in zip(
+            rows, chosen, every, before, proposals, strict=True
+        ):
+            self.metrics.proposed.inc(len(proposal.tokens))
+            self.metrics.accepted.inc(len(tokens) - 1)
+            if len(proposal.tokens) >= len(tokens):
+                crop_cache(row.cache, seen + len(tokens))
+            if self.draft is not None and row.draft is not None:
+                self.draft.keep(row.draft, seen + len(tokens))
+            logprobs = describe(logits[: len(tokens)], tokens, row.answer)
+            self.accept(row.answer, tokens, logprobs)
+            if row.answer.finish is not None:
+                self._keep(row, seen + len(tokens))
+        self._rows = [row for row in rows if row.answer.finish is None]
+
+    def _propose(self, rows: Sequence[_Row]) -> list[Proposal]:
+        left = [row.answer.request.max_tokens - len(row.answer.tokens) - 1 for row in rows]
+        if self.draft is not None:
+            most = [min(self.draft.tokens, count) for count in left]
+            caches = [row.draft for row in rows if row.draft is not None]
+            return self.draft.propose([row.answer for row in rows], caches, most)
+        size = self.settings.lookup_tokens
+        return [
+            row.lookup.propose(row.answer.ids, min(size, count))
+            if size and count > 0
+            else Proposal()
+            for row, count in zip(rows, left, strict=True)
+        ]
+
+    def _keep(self, row: _Row, seen: int) -> None:
+        """An answer has ended: a chat's next turn may begin with it."""
+        ids = row.answer.ids[:seen]
+        if self.store is not None:
+            if row.cache.get_seq_length() > len(ids):  # tokens after its end were accepted
+                crop_cache(row.cache, len(ids))
+            self.store.put(torch.tensor([ids]), row.cache)
+
+    def measure(self) -> None:
+        """Bytes of all caches, those shared with the store counted there too."""
+        self._measured = time.monotonic()
+        holders = [*self._prompts, *self._rows]
+        caches = [c for x in holders for c in (x.cache, x.draft) if c is not None]
+        layers = [layer for cache in caches for layer in layer_caches(cache, len(cache.layers))]
+        self.metrics.cache_bytes.set(memory(layers))
+        self.metrics.prefix_bytes.set(0 if self.store is None else self.store.bytes)
+
+
+@torch.no_grad()
+def cache_cost(model: PathAttentionForCausalLM) -> tuple[float, float]:
+    """Bytes that one sequence's cache may come to: (whatever its length, and a token).
+
+    Measured on two lengths. Buffers grow by half when they are full, so both count one and a half
+    times.
+    """
+
+    def cache_of(length: int) -> list[PathAttentionCacheLayer]:
+        cache = DynamicCache(config=model.config)
+        ids = torch.arange(length, device=model.device)[None] % model.config.vocab_size
+        model(ids, **{CACHE_NAME: cache}, logits_to_keep=1)
+        return layer_caches(cache, len(cache.layers))
+
+    unit = max(64, cache_of(1)[0].unit)
+    shorter, longer = (memory(cache_of(n * unit + 63)) for n in (1, 3))  # tails as long as they get
+    each = (longer - shorter) / (2 * unit)
+    return 1.5 * max(0.0, shorter - each * (unit + 63)), 1.5 * each

@@ -1,0 +1,99 @@
+"""`path-attention serve`: a model behind OpenAI's HTTP API."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import torch
+import tyro
+
+from path_attention.models.loading import load_model, load_tokenizer
+from path_attention.models.modeling import PathAttentionForCausalLM
+from path_attention.serving.batched import BatchedEngine
+from path_attention.serving.engine import Engine
+from path_attention.serving.fallback import GenerateEngine
+from path_attention.serving.settings import Settings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+DEMO = Path("runs/demo/seed0/path")
+KEY = "PATH_ATTENTION_API_KEY"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve:
+    """Serve a model's chats and completions over HTTP, as OpenAI's clients ask for them.
+
+    A model of this package decodes many answers together and shares prefixes; any other one of
+    transformers is served through `generate`, one answer at a time, and says so. The key that
+    clients must show is read from PATH_ATTENTION_API_KEY too. Ends on SIGINT or SIGTERM once
+    running answers are written.
+    """
+
+    model: Annotated[Path, tyro.conf.Positional] = DEMO
+    """Folder of a finished run, or of any transformers causal language model with its tokenizer."""
+    host: str = "127.0.0.1"
+    """Address to listen at; 0.0.0.0 for all: then set a key."""
+    port: int = 8000
+    """Port to listen at; 0 for any that is free."""
+    draft: Path | None = None
+    """Folder of a smaller model of this package with the same tokens, which proposes tokens."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Of weights and activations."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1 …; auto takes a GPU where there is one."""
+    settings: Annotated[Settings, tyro.conf.arg(name="")] = field(default_factory=Settings)
+
+    def run(self) -> None:
+        import uvicorn
+        from transformers.utils.logging import disable_progress_bar
+
+        from path_attention.serving.app import create_app
+
+        disable_progress_bar()
+        logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
+        if self.model == DEMO and not DEMO.exists():
+            raise ValueError(f"model: expected a folder, or {DEMO}, which `make demo` trains")
+        settings, key = self.settings, os.environ.get(KEY)
+        if settings.api_key is None and key:
+            settings = replace(settings, api_key=key)
+        model = self._load(self.model)
+        draft = None if self.draft is None else self._load(self.draft)
+        engine = make_engine(model, load_tokenizer(self.model, model), settings, draft)
+        uvicorn.run(
+            create_app(engine, settings),
+            host=self.host,
+            port=self.port,
+            log_level="info",
+            timeout_graceful_shutdown=30,
+            server_header=False,
+        )
+
+    def _load(self, folder: Path) -> PreTrainedModel:
+        device = self.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        return load_model(folder, dtype=getattr(torch, self.dtype)).to(device)  # pyright: ignore[reportArgumentType]
+
+
+def make_engine(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: Settings,
+    draft: PreTrainedModel | None = None,
+) -> Engine:
+    """The engine for a model. Raises ValueError on drafts for, or by, one of another library."""
+    if not isinstance(model, PathAttentionForCausalLM):
+        if draft is not None or settings.lookup_tokens:
+            raise ValueError(
+                f"draft: expected none for a model served through generate, {type(model).__name__}"
+            )
+        return GenerateEngine(model, tokenizer, settings)
+    if draft is not None and not isinstance(draft, PathAttentionForCausalLM):
+        raise ValueError(f"draft: expected a model of this package, got {type(draft).__name__}")
+    return BatchedEngine(model, tokenizer, settings, draft)

@@ -1,0 +1,285 @@
+"""What every engine does: a queue, a thread, limits, and the way from tokens to answers."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from path_attention.serving.answer import Answer, Ticket
+from path_attention.serving.fair_queue import FairQueue
+from path_attention.serving.metrics import Metrics
+from path_attention.serving.request import Refused, Request, TokenLogprob
+from path_attention.serving.settings import Settings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+log = logging.getLogger("path_attention.serving")
+
+
+class Engine:
+    """Takes requests from any thread and works on them on its own.
+
+    Attributes:
+        kind: how it works, as clients are told: "batched" or "generate".
+        model, tokenizer, settings: as given.
+        metrics: what Prometheus reads.
+        running: requests that are worked on; of the engine's thread.
+    """
+
+    kind: ClassVar[str] = ""
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: Settings
+    ) -> None:
+        self.model, self.tokenizer, self.settings = model.eval(), tokenizer, settings
+        self.metrics = Metrics()
+        self.running: list[Ticket] = []
+        self.ends = _end_tokens(model, tokenizer)
+        self._queue = FairQueue()
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._seconds = 1.0  # that a request takes, a running mean
+        self._thread: threading.Thread | None = None
+
+    # --- From any thread --------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to work; nothing happens if it has."""
+        if self._thread is None:
+            self._stopping = False
+            self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+            self._thread.start()
+
+    def stop(self, seconds: float = 30.0) -> None:
+        """Refuse what waits, finish what runs, and cancel what has not ended after so many."""
+        thread = self._thread
+        if thread is None:
+            return
+        with self._changed:
+            self._stopping = True
+            for ticket in self.running:
+                ticket.deadline = min(ticket.deadline, time.monotonic() + seconds)
+            self._changed.notify()
+        thread.join()
+        self._thread = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether it takes requests."""
+        return self._thread is not None and self._thread.is_alive() and not self._stopping
+
+    def submit(self, request: Request) -> Ticket:
+        """Queue a request. Raises `Refused` on one that can't be answered, or not now."""
+        self.check(request)
+        with self._changed:
+            if not self.alive:
+                raise Refused(
+                    "the server is shutting down", status=503, kind="server_error", retry_after=5
+                )
+            # One that can start at the next step does not wait.
+            free = self.settings.max_rows - sum(t.request.choices for t in self.running)
+            if len(self._queue) >= self.settings.max_queue + max(0, free):
+                self.metrics.requests.labels("rejected").inc()
+                rounds = math.ceil((len(self._queue) + 1) / self.settings.max_rows)
+                raise Refused(
+                    f"{len(self._queue)} requests are waiting, which is the most; try again later",
+                    status=429, kind="rate_limit_error", code="queue_full",
+                    retry_after=min(60, max(1, math.ceil(rounds * self._seconds))),
+                )  # fmt: skip
+            ticket = Ticket(request, time.monotonic() + self.settings.request_seconds)
+            self._queue.push(ticket)
+            self.metrics.queued.set(len(self._queue))
+            self._changed.notify()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Nobody waits for it any more."""
+        with self._changed:
+            ticket.cancelled = True
+            self._changed.notify()
+
+    def check(self, request: Request) -> None:
+        """Raise `Refused` on a request beyond the limits."""
+        settings, length = self.settings, len(request.prompt)
+        if not length:
+            raise Refused("the prompt has no token", param="prompt")
+        limit = settings.max_prompt_tokens
+        if length > limit:
+            raise Refused(
+                f"the prompt has {length} tokens, at most {limit} are taken",
+                param="prompt", code="context_length_exceeded",
+            )  # fmt: skip
+        context = self.context_length
+        if context is not None and length + request.max_tokens > context:
+            raise Refused(
+                f"the model's context is {context} tokens: {length} of the prompt and "
+                f"{request.max_tokens} of output are more",
+                param="max_tokens", code="context_length_exceeded",
+            )  # fmt: skip
+        if request.max_tokens > settings.max_output_tokens:
+            raise Refused(
+                f"max_tokens: at most {settings.max_output_tokens}, got {request.max_tokens}",
+                param="max_tokens",
+            )
+        if request.choices > settings.max_rows:
+            raise Refused(f"n: at most {settings.max_rows}, got {request.choices}", param="n")
+        size = self.model.config.get_text_config().vocab_size
+        wrong = [t for t in (*request.prompt, *request.sampling.logit_bias) if not 0 <= t < size]
+        if wrong:
+            raise Refused(f"token {wrong[0]}: the model has the tokens 0 to {size - 1}")
+
+    @property
+    def context_length(self) -> int | None:
+        """The most tokens that the model can see; None for no limit."""
+        return None
+
+    # --- On the engine's thread -------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Go on with what runs, by a little; errors are those of all that run."""
+        raise NotImplementedError
+
+    def can_admit(self, ticket: Ticket) -> bool:
+        """Whether a request may start beside those that run."""
+        raise NotImplementedError
+
+    def admit(self, ticket: Ticket) -> None:
+        """Start a request."""
+        raise NotImplementedError
+
+    def release(self, ticket: Ticket) -> None:
+        """Forget a request that has ended, its caches too."""
+        raise NotImplementedError
+
+    def measure(self) -> None:
+        """Tell the metrics what memory is held."""
+
+    def _loop(self) -> None:
+        while True:
+            with self._changed:
+                if self._stopping:
+                    self._refuse_waiting()
+                self._sweep()
+                if not self.running and not len(self._queue):
+                    if self._stopping:
+                        return
+                    self._changed.wait()
+                    continue
+            self._admit_some()
+            if not self.running:
+                continue
+            try:
+                self.step()
+            except Exception as error:
+                log.exception("a step failed: %d requests with it", len(self.running))
+                self._fail(error)
+            self._retire()
+
+    def gone(self, ticket: Ticket) -> bool:
+        """Whether a request must not go on: cancelled, or out of time."""
+        return ticket.cancelled or time.monotonic() > ticket.deadline
+
+    def _refuse_waiting(self) -> None:
+        for ticket in list(self._queue):
+            self._queue.remove(ticket)
+            ticket.refuse(Refused("the server is shutting down", status=503, kind="server_error"))
+        self.metrics.queued.set(0)
+
+    def _sweep(self) -> None:
+        """Drop what nobody waits for and what took too long."""
+        for ticket in filter(self.gone, [*self._queue, *self.running]):
+            self.metrics.requests.labels("cancelled" if ticket.cancelled else "timeout").inc()
+            if not ticket.cancelled:
+                seconds = time.monotonic() - ticket.arrived
+                ticket.refuse(
+                    Refused(
+                        f"not done after {seconds:.0f} seconds",
+                        status=408, kind="timeout_error", code="timeout",
+                    )
+                )  # fmt: skip
+            ticket.done = True
+            self._drop(ticket)
+
+    def _drop(self, ticket: Ticket) -> None:
+        if ticket in self.running:
+            self.running.remove(ticket)
+            self.release(ticket)
+            self.measure()
+        else:
+            self._queue.remove(ticket)
+        self._tell_sizes()
+
+    def _admit_some(self) -> None:
+        while True:
+            with self._changed:
+                ticket = self._queue.first()
+                if ticket is None or ticket.cancelled or not self.can_admit(ticket):
+                    return
+                self._queue.pop()
+                self.running.append(ticket)
+                ticket.started = time.monotonic()
+                self._tell_sizes()
+            ticket.answers = [
+                Answer(ticket, n, self.tokenizer, self.ends) for n in range(ticket.request.choices)
+            ]
+            self.metrics.prompt_tokens.inc(len(ticket.request.prompt))
+            try:
+                self.admit(ticket)
+            except Exception as error:
+                log.exception("a request could not start")
+                self._fail(error, [ticket])
+
+    def _fail(self, error: Exception, tickets: Sequence[Ticket] | None = None) -> None:
+        for ticket in list(self.running) if tickets is None else tickets:
+            self.metrics.requests.labels("error").inc()
+            ticket.refuse(
+                Refused(f"the engine failed: {type(error).__name__}", status=500,
+                        kind="server_error")
+            )  # fmt: skip
+            self._drop(ticket)
+
+    def _retire(self) -> None:
+        """Let go what has ended."""
+        for ticket in list(self.running):
+            if not ticket.done and all(answer.finish for answer in ticket.answers):
+                ticket.done = True
+                self.metrics.requests.labels(ticket.outcome).inc()
+                taken = time.monotonic() - (ticket.started or ticket.arrived)
+                self._seconds += 0.1 * (taken - self._seconds)
+                with self._changed:
+                    self._drop(ticket)
+
+    def _tell_sizes(self) -> None:
+        self.metrics.queued.set(len(self._queue))
+        self.metrics.running.set(sum(t.request.choices for t in self.running))
+
+    def accept(
+        self,
+        answer: Answer,
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprob | None],
+    ) -> None:
+        """Give an answer its next tokens, as far as it goes on."""
+        now = time.monotonic()
+        if answer.last is None:
+            self.metrics.first_token.observe(now - answer.ticket.arrived)
+        taken = None if answer.last is None else (now - answer.last) / len(tokens)
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            if answer.finish is None:
+                answer.accept(token, logprob)
+                self.metrics.output_tokens.inc()
+                if taken is not None:
+                    self.metrics.each_token.observe(taken)
+        answer.last = now
+
+
+def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Tokens that end a text: the tokenizer's, and those of the model's generation settings."""
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    several = configured if isinstance(configured, (list, tuple)) else [configured]
+    return frozenset(x for x in (tokenizer.eos_token_id, *several) if isinstance(x, int))

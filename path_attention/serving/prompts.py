@@ -1,0 +1,49 @@
+"""Token ids of what clients send."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+from path_attention.models.generation import encode_prompt
+from path_attention.serving.request import Refused
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# For a tokenizer without a chat template: docs/how-to-serve.md.
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "assistant:"
+)
+
+
+class Prompts:
+    """A tokenizer for the API's thread, with a chat template.
+
+    Attributes:
+        has_template: whether the tokenizer brought one; else it is `PLAIN_TEMPLATE`.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = copy.deepcopy(tokenizer)  # the engine's own is not for two threads
+        self.has_template = tokenizer.chat_template is not None
+        if not self.has_template:
+            self.tokenizer.chat_template = PLAIN_TEMPLATE
+
+    def encode(self, prompt: str | list[int] | list[dict[str, str]]) -> list[int]:
+        """Ids of a text, of ids as they are, or of a chat up to where the answer starts."""
+        if isinstance(prompt, list) and isinstance(prompt[0], int):
+            return prompt  # pyright: ignore[reportReturnType]
+        try:
+            return encode_prompt(self.tokenizer, prompt)[0].tolist()  # pyright: ignore
+        except ValueError as error:
+            raise Refused(str(error), param="prompt") from error
+        except Exception as error:  # what a template raises about messages that it can't take
+            if type(error).__module__.split(".")[0] != "jinja2":
+                raise
+            raise Refused(f"messages: {error}", param="messages") from error
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of a prompt that came as ids."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))

@@ -1,0 +1,54 @@
+"""What a server allows: sizes, numbers, times."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Limits of an engine and of its API.
+
+    Raises ValueError naming the field that makes no sense.
+    """
+
+    model_name: str = "path-attention"
+    """What the API calls the model."""
+    api_key: str | None = None
+    """What clients must show; None lets everyone in."""
+    max_prompt_tokens: int = 32768
+    """The longest prompt."""
+    max_output_tokens: int = 4096
+    """The most tokens that a request may ask for, and what one gets that doesn't say."""
+    max_rows: int = 32
+    """Answers that are written at once."""
+    max_queue: int = 256
+    """Requests that wait; one more is refused with 429."""
+    max_body_bytes: int = 2**20
+    """Of a request."""
+    request_seconds: float = 600.0
+    """From a request's arrival to its last token."""
+    cache_bytes: int = 2**32
+    """The most that the caches of running requests may come to; others wait."""
+    prefix_bytes: int = 2**30
+    """The most that kept prefixes may take beside them; 0 keeps none."""
+    prefill_tokens: int = 512
+    """Tokens of a prompt that are computed between two steps of decoding."""
+    lookup_tokens: int = 0
+    """Tokens that are proposed at once from the text so far; 0 for none."""
+    draft_tokens: int = 4
+    """Tokens that a draft model proposes at once."""
+
+    def __post_init__(self) -> None:
+        least = {"max_queue": 0, "prefix_bytes": 0, "lookup_tokens": 0}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, (int, float)) and not value >= least.get(field.name, 1):
+                raise ValueError(
+                    f"{field.name}: expected at least {least.get(field.name, 1)}, got {value}"
+                )
+        for name in ("lookup_tokens", "draft_tokens"):
+            if getattr(self, name) > 32:  # a cache takes its last 64 tokens back, whatever it holds
+                raise ValueError(f"{name}: expected at most 32, got {getattr(self, name)}")
+        if self.api_key is not None and not self.api_key:
+            raise ValueError("api_key: expected a text, got an empty one")

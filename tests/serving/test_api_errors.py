@@ -1,0 +1,169 @@
+"""What is refused: OpenAI's status and shape for each, and nothing is ignored in silence."""
+
+from __future__ import annotations
+
+import httpx
+import openai
+import pytest
+from small_server import Asked, make_ids, serve, wait_for
+
+from path_attention.serving.settings import Settings
+
+NAME = "path-attention"
+CHAT = {"model": NAME, "messages": [{"role": "user", "content": "a"}]}
+TEXT = {"model": NAME, "prompt": "a"}
+
+
+def refused(answer: httpx.Response, status: int, param: str | None = None) -> dict:
+    """The error, whose shape is checked."""
+    assert answer.status_code == status, answer.text
+    assert answer.json().keys() == {"error"}
+    error = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"} and error["message"]
+    assert param is None or error["param"] == param
+    return error
+
+
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", 2001),
+        ("max_tokens", "9"), ("max_completion_tokens", 0), ("n", 0), ("n", -2), ("n", 99),
+        ("temperature", -0.1), ("temperature", 2.1), ("temperature", "hot"), ("top_p", 0),
+        ("top_p", 1.1), ("top_k", -1), ("presence_penalty", 3), ("frequency_penalty", -2.1),
+        ("seed", 1.5), ("stop", ["a"] * 5), ("stop", ""), ("stop", [""]), ("stop", 3),
+        ("logit_bias", {"5": 101}), ("logit_bias", {"x": 1}), ("top_logprobs", 3),
+        ("logprobs", 3), ("stream", "yes"), ("stream_options", {"include_usage": True}),
+        ("messages", []), ("messages", "a"), ("messages", [{"role": "tool", "content": "a"}]),
+        ("messages", [{"role": "user"}]), ("messages", [{"role": "user", "content": 3}]),
+        ("messages", [{"role": "user", "content": "a", "name": "b"}]),
+        ("messages", [{"role": "user", "content": [{"type": "image_url", "text": "a"}]}]),
+        ("return_token_ids", 1), ("user", 3),
+    ],
+)  # fmt: skip
+def test_bad_values_of_a_chat(server, param: str, value: object) -> None:
+    answer = httpx.post(f"{server[0]}/v1/chat/completions", json={**CHAT, param: value})
+    error = refused(answer, 400, None if param == "max_completion_tokens" else param)
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        ("prompt", []), ("prompt", [[]]), ("prompt", 3), ("prompt", [["a"]]),
+        ("max_tokens", 0), ("max_tokens", -1), ("logprobs", 21), ("logprobs", True), ("echo", 1),
+    ],
+)  # fmt: skip
+def test_bad_values_of_a_completion(server, param: str, value: object) -> None:
+    refused(httpx.post(f"{server[0]}/v1/completions", json={**TEXT, param: value}), 400, param)
+
+
+@pytest.mark.parametrize("prompt", [[258], [-1], [10**30], [[5, 300]]])
+def test_tokens_that_the_model_lacks(server, prompt: list) -> None:
+    for echo in (False, True):
+        body = {**TEXT, "prompt": prompt, "echo": echo}
+        refused(httpx.post(f"{server[0]}/v1/completions", json=body), 400)
+    refused(httpx.post(f"{server[0]}/v1/completions", json={**TEXT, "logit_bias": {"258": 1}}), 400)
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("tools", "unsupported_parameter"), ("response_format", "unsupported_parameter"),
+        ("best_of", "unsupported_parameter"), ("suffix", "unsupported_parameter"),
+        ("functions", "unsupported_parameter"), ("no_such", "unknown_parameter"),
+    ],
+)  # fmt: skip
+def test_fields_that_are_not_served_are_named(server, name: str, code: str) -> None:
+    for path, body in (("chat/completions", CHAT), ("completions", TEXT)):
+        answer = httpx.post(f"{server[0]}/v1/{path}", json={**body, name: "x"})
+        error = refused(answer, 400, name)
+        assert error["code"] == code and name in error["message"]
+        answer = httpx.post(f"{server[0]}/v1/{path}", json={**body, name: None, "max_tokens": 1})
+        assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"3", b"\xff", b"[" * 5000, b'{"model": "path-attention"}']
+)
+def test_bad_bodies(server, body: bytes) -> None:
+    headers = {"content-type": "application/json"}
+    for path in ("chat/completions", "completions"):
+        refused(httpx.post(f"{server[0]}/v1/{path}", content=body, headers=headers), 400)
+
+
+def test_other_kinds_of_bodies_and_paths(server) -> None:
+    address = server[0]
+    form = {"content-type": "text/plain"}
+    refused(httpx.post(f"{address}/v1/completions", content=b"{}", headers=form), 415)
+    refused(httpx.get(f"{address}/v1/completions"), 405)
+    for path in ("/v1/nothing", "/v1/models/../../etc/passwd", "/docs", "/openapi.json"):
+        refused(httpx.get(f"{address}{path}"), 404)
+
+
+def test_the_clients_errors(client) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(**{**CHAT, "model": "gpt-4"})
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-4")
+    with pytest.raises(openai.BadRequestError) as unsupported:
+        client.chat.completions.create(**CHAT, tools=[])
+    assert unsupported.value.code == "unsupported_parameter" and unsupported.value.param == "tools"
+
+
+def test_limits(make) -> None:
+    engine = make(max_prompt_tokens=40, max_rows=1, max_queue=0, max_body_bytes=500)
+    with serve(engine) as address:
+        url = f"{address}/v1/completions"
+        error = refused(httpx.post(url, json={**TEXT, "prompt": make_ids(41)}), 400, "prompt")
+        assert error["code"] == "context_length_exceeded"
+        assert httpx.post(url, json={**TEXT, "prompt": make_ids(40)}).status_code == 200
+        refused(httpx.post(url, json={**TEXT, "user": "x" * 500}), 413)
+        headers = {"content-type": "application/json"}
+        parts = (b"x" * 100 for _ in range(9))  # of no stated length
+        refused(httpx.post(url, content=parts, headers=headers), 413)
+        running = Asked(engine, make_ids(3), 4000)
+        wait_for(lambda: bool(engine.running))
+        answer = httpx.post(url, json=TEXT)
+        error = refused(answer, 429)
+        assert error["code"] == "queue_full" and int(answer.headers["retry-after"]) >= 1
+        refused(httpx.post(url, json={**TEXT, "prompt": ["a", "b"]}), 429)
+        engine.cancel(running.ticket)
+        wait_for(lambda: not engine.running)
+        assert httpx.post(url, json=TEXT).status_code == 200
+
+
+def test_the_key(make) -> None:
+    with serve(make(), api_key="sësame") as address:
+        url = f"{address}/v1/models"
+        for headers in ({}, {"authorization": "Bearer no"}, {"authorization": "Basic x"}):
+            answer = httpx.get(url, headers=headers)
+            error = refused(answer, 401)
+            assert error["code"] == "invalid_api_key"
+            assert answer.headers["www-authenticate"] == "Bearer"
+        refused(httpx.post(f"{address}/v1/completions", json=TEXT), 401)
+        refused(httpx.get(f"{address}/metrics"), 401)
+        key = "Bearer sësame".encode()
+        assert httpx.get(url, headers={"authorization": key}).status_code == 200
+        assert httpx.get(f"{address}/health").status_code == 200
+
+
+def test_a_stream_tells_an_error(make, monkeypatch) -> None:
+    engine = make(request_seconds=1.0)
+    with serve(engine) as address, openai.OpenAI(base_url=f"{address}/v1", api_key="x") as client:
+        with pytest.raises(openai.APIError, match="not done after"):
+            list(client.completions.create(**TEXT, max_tokens=4000, stream=True, temperature=0))
+        engine.stop()
+        assert httpx.get(f"{address}/health").status_code == 503
+        refused(httpx.post(f"{address}/v1/completions", json=TEXT), 503)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("max_rows", 0), ("max_queue", -1), ("lookup_tokens", 33), ("api_key", ""),
+     ("request_seconds", float("nan"))],
+)  # fmt: skip
+def test_settings_that_make_no_sense(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"^{field}: expected"):
+        Settings(**{field: value})

@@ -1,0 +1,130 @@
+"""Probabilities, draws and text as it becomes certain, each by its definition."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from path_attention.serving.request import Sampling
+from path_attention.serving.sampler import (
+    draw,
+    make_generator,
+    penalised,
+    probabilities,
+    token_logprobs,
+)
+from path_attention.serving.text import TextStream, token_bytes
+
+
+def by_definition(logits: torch.Tensor, s: Sampling) -> torch.Tensor:
+    if s.temperature == 0:
+        return torch.eye(len(logits)).double()[int(logits.argmax())]
+    p = (logits.double() / s.temperature).softmax(0)
+    order = sorted(range(len(p)), key=lambda i: (-p[i].item(), i))
+    order = order[: s.top_k or len(p)]
+    whole, kept, total = sum(p[i].item() for i in order), [], 0.0
+    for i in order:
+        if total >= s.top_p:
+            break
+        kept.append(i)
+        total += p[i].item() / whole
+    out = torch.zeros_like(p)
+    out[kept] = p[kept]
+    return out / out.sum()
+
+
+def test_rows_have_options_of_their_own() -> None:
+    samplings = [
+        Sampling(), Sampling(temperature=0), Sampling(temperature=0.5), Sampling(top_k=3),
+        Sampling(top_p=0.6), Sampling(temperature=1.7, top_p=0.9, top_k=20), Sampling(top_p=1e-9),
+    ]  # fmt: skip
+    logits = 2 * torch.randn(len(samplings), 50)
+    logits[1, 7] = logits[1, 30] = 9.0  # the first of equals
+    for size in (1, len(samplings)):
+        for n in range(0, len(samplings), size):
+            got = probabilities(logits[n : n + size], samplings[n : n + size])
+            for row, z, s in zip(got, logits[n : n + size], samplings[n : n + size], strict=True):
+                torch.testing.assert_close(row, by_definition(z, s), rtol=1e-12, atol=1e-15)
+
+
+def test_draws_follow_the_cumulated_sum() -> None:
+    probs = torch.tensor([[0.0, 0.25, 0.0, 0.75, 0.0]]).double()
+    at = [0.0, 0.2499, 0.25, 0.9999999999999999]
+    assert draw(probs.expand(4, -1), at) == [1, 1, 3, 3]
+    assert make_generator(3, 0).random() == make_generator(3, 0).random()
+    assert make_generator(3, 0).random() != make_generator(3, 1).random()
+    assert make_generator(None, 0).random() != make_generator(None, 0).random()
+
+
+def test_penalties_are_taken_off() -> None:
+    logits = torch.zeros(5)
+    assert penalised(logits, Sampling(), {1: 2}) is logits
+    s = Sampling(presence_penalty=0.5, frequency_penalty=0.25, logit_bias={1: 3.0, 4: -100.0})
+    assert penalised(logits, s, {1: 2, 2: 1}).tolist() == [0, 2, -0.75, 0, -100]
+
+
+def test_log_probabilities() -> None:
+    logits = torch.randn(2, 9)
+    exact = logits.double().log_softmax(1)
+    first, second = token_logprobs(logits, [3, 5], 2)
+    assert first.logprob == pytest.approx(exact[0, 3].item())
+    assert second.top[0][0] == int(exact[1].argmax()) and len(second.top) == 2
+    assert token_logprobs(logits, [3, 5], 0)[1].top == ()
+
+
+TEXT = "naïve – 猫🐈‍⬛ ende\n\nfin"
+
+
+@pytest.mark.parametrize("stop", [(), ("never",), ("\n\nfi?",), ("🐈‍⬛ e",), ("nde", "ïve – 猫")])
+def test_text_comes_whole_and_ends_before_a_stop(tokenizer, stop: tuple[str, ...]) -> None:
+    """Each byte is a token: characters are never cut, and what begins a stop string waits."""
+    stream, pieces = TextStream(tokenizer, stop), []
+    for token in tokenizer(TEXT)["input_ids"]:
+        pieces.append(stream.push(token))
+        assert "�" not in pieces[-1]
+        so_far = "".join(pieces)
+        assert TEXT.startswith(so_far) and stream.given == len(so_far)
+        assert stream.length >= stream.given
+        if stream.stopped:
+            break
+    pieces.append(stream.finish())
+    ends = [TEXT.find(text) for text in stop if text in TEXT]
+    assert "".join(pieces) == TEXT[: min(ends, default=len(TEXT))]
+    assert stream.stopped == bool(ends)
+
+
+def test_broken_bytes_are_given_at_the_end(tokenizer) -> None:
+    stream = TextStream(tokenizer)
+    first, last = tokenizer("é")["input_ids"][-2:]
+    assert stream.push(first) == "" and stream.finish() == "�"
+    stream = TextStream(tokenizer)
+    assert stream.push(last) + stream.push(tokenizer("x")["input_ids"][-1]) == "�x"
+
+
+def test_spaces_between_words_stay() -> None:
+    """Of a tokenizer that writes a word's space before it, and drops that of the first."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"▁the": 0, "▁cat": 1, "s": 2, "<e>": 3}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<e>")
+    stream = TextStream(tokenizer)
+    assert [stream.push(token) for token in (0, 1, 2, 3, 0)] == ["the", " cat", "s", "", " the"]
+    assert token_bytes(tokenizer, 2) == b"s"
+
+
+def test_bytes_of_tokens(tokenizer) -> None:
+    for byte in range(256):
+        token = tokenizer.convert_tokens_to_ids(_character(byte))
+        assert token_bytes(tokenizer, token) == bytes([byte])
+    assert token_bytes(copy.deepcopy(tokenizer), 0) == b"<|end|>"
+
+
+def _character(byte: int) -> str:
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return bytes_to_unicode()[byte]
