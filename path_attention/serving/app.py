@@ -1,4 +1,4 @@
-"""The HTTP API: OpenAI's chats and completions, models, health, metrics."""
+"""The HTTP API: OpenAI's chats and completions, models, health, metrics, and the page beside it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from path_attention.serving.call import Call
 from path_attention.serving.engine import Engine
 from path_attention.serving.guards import Guards, error_response
+from path_attention.serving.page import page_router
 from path_attention.serving.prompts import Prompts
 from path_attention.serving.protocol import ChatBody, CompletionBody, Options, parse
 from path_attention.serving.request import Refused
@@ -46,6 +47,7 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
     app.get("/v1/models/{name:path}")(api.model)
     app.get("/health")(api.health)
     app.get("/metrics")(api.metrics)
+    app.include_router(page_router(engine))
     return app
 
 
