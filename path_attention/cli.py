@@ -38,6 +38,11 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
         "ConvertControl",
         "CONVERSION: its RoPE teacher trained on for the same tokens",
     ),
+    ("convert", "checkpoints"): (
+        "path_attention.conversion.hardening",
+        "ConvertCheckpoints",
+        "RUN: checkpoints of a RoPE run, early and late, to the same tokens",
+    ),
     ("convert", "compare"): (
         "path_attention.conversion.compare",
         "CompareConversions",
@@ -152,6 +157,16 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
         "path_attention.analysis.swaps",
         "AnalyzeSwaps",
         "how long one PaTH layer with hand-set weights tracks items under swaps",
+    ),
+    ("analyze", "simulate"): (
+        "path_attention.analysis.simulate",
+        "Simulate",
+        "the theorems' claims on attention under random transports",
+    ),
+    ("analyze",): (
+        "path_attention.analysis.analyze",
+        "AnalyzeModel",
+        "MODEL … --data DATA: what routes do in every head, on real tokens",
     ),
     ("generate",): (
         "path_attention.models.generation",
