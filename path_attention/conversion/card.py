@@ -85,7 +85,6 @@ A RoPE language model whose position encoding was exchanged for {recipe.to} by `
 {_stages(rows)}{_contexts(rows)}{_suites(rows)}{_completions(completions)}
 ## Use
 
-
     import path_attention.models  # registers the model with transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

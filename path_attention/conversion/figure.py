@@ -9,7 +9,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # Okabe and Ito's
 _MARKERS = "osD^"
@@ -94,6 +94,6 @@ def _contexts(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths], fontsize=8)
-    axes.minorticks_off()
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.set(xlabel="tokens of context", ylabel="perplexity")
     axes.legend(frameon=False, fontsize=8)

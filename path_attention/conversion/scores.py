@@ -133,10 +133,8 @@ class Scorer:
         from path_attention.evaluation.figure import draw
 
         report = self.report
-        sizes = corpus.borders[1:] - corpus.borders[:-1]
-        longest = max((int(sizes[n]) - 1 for n in corpus.documents("heldout")), default=0)
-        longest = min(longest, self.window or longest)
-        lengths = [n for n in report.lengths if report.targets <= n <= longest]
+        lengths = readable_lengths(corpus, report.lengths, report.targets)
+        lengths = [n for n in lengths if self.window is None or n <= self.window]
         if len(lengths) < len(report.lengths):
             say(f"report: {corpus.path.name} is read at {lengths} tokens: it has no longer windows")
         if not lengths:
@@ -187,6 +185,13 @@ class Scorer:
             del model
         path = self.out / "completions.jsonl"
         write_whole(path, "".join(json.dumps(x, ensure_ascii=False) + "\n" for x in lines))
+
+
+def readable_lengths(corpus: TokenCorpus, lengths: Sequence[int], targets: int) -> list[int]:
+    """Those of the lengths that hold the targets and that a held-out document has."""
+    sizes = corpus.borders[1:] - corpus.borders[:-1]
+    longest = max((int(sizes[n]) - 1 for n in corpus.documents("heldout")), default=0)
+    return [n for n in lengths if targets <= n <= longest]
 
 
 def read_completions(out: Path) -> list[dict[str, Any]]:
