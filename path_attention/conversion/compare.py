@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +24,8 @@ class CompareConversions:
     """Training losses by tokens, and what the reports say, of several conversions.
 
     Writes OUT.json and OUT.png. A point of a curve is the mean of the logged losses up to it since
-    the point before.
+    the point before. A slope says by what factor a stage's held-out loss changes when its tokens
+    double, over the second half of them. By "context" are both models' perplexities by length.
     """
 
     conversions: Annotated[tuple[Path, ...], tyro.conf.Positional]
@@ -45,7 +48,9 @@ class CompareConversions:
         device = "cpu"
         for label, folder in zip(labels, self.conversions, strict=True):
             rows += curves(folder, label, self.points)
+            rows += slopes(folder, label)
             rows += reports(folder, label)
+            rows += contexts(folder, label)
             device = read_result(folder / "report.json")["device"]
         result = make_result(
             what="Conversions side by side: training losses by tokens (attention: mean squared "
@@ -102,6 +107,60 @@ def reports(folder: Path, label: str) -> list[dict[str, Any]]:
         for row in read_result(path)["rows"]
         if row["by"] == "model"
     ]
+
+
+def slopes(folder: Path, label: str) -> list[dict[str, Any]]:
+    """Rows by "slope": of each stage with at least three held-out losses in its second half."""
+    rows = []
+    for stage in STAGES:
+        path = folder / stage / "recipe.json"
+        if not path.exists():
+            continue
+        recipe = json.loads(path.read_text())
+        lines = [x for x in read_log(folder / stage / "log.jsonl") if "heldout_loss" in x]
+        later = [x for x in lines if 2 * x["step"] >= recipe["steps"] and x["heldout_loss"] > 0]
+        if len(later) < 3:
+            continue
+        tokens = [x["step"] * recipe["batch_tokens"] for x in later]
+        losses = [x["heldout_loss"] for x in later]
+        exponent = _exponent(tokens, losses)
+        rows.append(
+            {
+                "by": "slope",
+                "conversion": label,
+                "stage": stage,
+                "tokens": tokens[-1],
+                "heldout_loss": losses[-1],
+                "per_doubling": round(2**exponent, 4),
+            }
+        )
+    return rows
+
+
+def _exponent(x: Sequence[float], y: Sequence[float]) -> float:
+    """The slope of log y over log x, by least squares.
+
+    >>> round(_exponent([1, 2, 4], [8, 4, 2]), 6)
+    -1.0
+    """
+    a, b = [math.log(value) for value in x], [math.log(value) for value in y]
+    middle_a, middle_b = sum(a) / len(a), sum(b) / len(b)
+    along = sum((p - middle_a) * (q - middle_b) for p, q in zip(a, b, strict=True))
+    return along / sum((p - middle_a) ** 2 for p in a)
+
+
+def contexts(folder: Path, label: str) -> list[dict[str, Any]]:
+    """Rows by "context": the student's perplexity at each length, and its ratio to the teacher."""
+    rows = [r for r in read_result(folder / "report.json")["rows"] if r["by"] == "context"]
+    theirs = {(r["corpus"], r["length"]): r["perplexity"] for r in rows if r["model"] == "teacher"}
+    found = []
+    for row in (row for row in rows if row["model"] == "student"):
+        teacher = theirs[row["corpus"], row["length"]]
+        kept = {name: row[name] for name in ("corpus", "length", "perplexity")}
+        ratio = round(row["perplexity"] / teacher, 5)
+        kept |= {"teacher_perplexity": teacher, "ratio": ratio}
+        found.append({"by": "context", "conversion": label, **kept})
+    return found
 
 
 def draw(result: Mapping[str, Any], path: str | os.PathLike[str]) -> None:

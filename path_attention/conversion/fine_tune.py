@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,7 +111,7 @@ class FineTune:
         from path_attention.evaluation.harness.command import GENERATED
 
         disable_progress_bar()
-
+        check_one_process()
         if self.suite not in GENERATED:
             raise ValueError(f"suite: expected one of {list(GENERATED)}, got {self.suite!r}")
         if not 0 <= self.seed < FIRST_SEED:
@@ -244,6 +245,13 @@ class FineTune:
             for planned in SUITES[self.suite].plan(sources)
             for n, sample in enumerate(planned.samples)
         ]
+
+
+def check_one_process() -> None:
+    """Raise ValueError under a `torchrun` of several processes, which would do the same work."""
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if count > 1:
+        raise ValueError(f"WORLD_SIZE: expected one process, got {count}; give each its own models")
 
 
 def _is_ours(folder: Path) -> bool:

@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
+from path_attention.conversion.fine_tune import check_one_process
 from path_attention.conversion.objectives import Choices, NextToken
 from path_attention.conversion.pipeline import convert, stage_recipe
 from path_attention.conversion.recipe import NO_SCORES, ConversionRecipe, StageRecipe, Target
@@ -109,6 +110,7 @@ class ConvertCheckpoints:
     out: Path = Path("runs/hardening")
 
     def run(self) -> None:
+        check_one_process()
         rope = Run.read(self.run_folder, "run_folder")
         scratch = None if self.scratch is None else Run.read(self.scratch, "scratch")
         branches = self.branches(rope, scratch)

@@ -86,8 +86,10 @@ class Scorer:
     def measure(self, corpora: Sequence[TokenCorpus]) -> list[dict[str, Any]]:
         """Rows by "suite", and by "context" for perplexity by length; the files above."""
         rows = self._suites()
-        for number, corpus in enumerate(corpora):
-            rows += self._lengths(number, corpus)
+        names = [corpus.path.name for corpus in corpora]
+        for number, (name, corpus) in enumerate(zip(names, corpora, strict=True)):
+            label = name if names.count(name) == 1 else f"{name} {number}"
+            rows += self._lengths(number, label, corpus)
         if self.report.prompts:
             self._complete()
         return rows
@@ -128,7 +130,7 @@ class Scorer:
             write_whole(self.out / "report.html", write_page(self.out))
         return rows
 
-    def _lengths(self, number: int, corpus: TokenCorpus) -> list[dict[str, Any]]:
+    def _lengths(self, number: int, label: str, corpus: TokenCorpus) -> list[dict[str, Any]]:
         """Perplexity by length on one corpus, as far as its documents go."""
         from path_attention.evaluation.figure import draw
 
@@ -136,7 +138,7 @@ class Scorer:
         lengths = readable_lengths(corpus, report.lengths, report.targets)
         lengths = [n for n in lengths if self.window is None or n <= self.window]
         if len(lengths) < len(report.lengths):
-            say(f"report: {corpus.path.name} is read at {lengths} tokens: it has no longer windows")
+            say(f"report: {label} is read at {lengths} tokens: it has no longer windows")
         if not lengths:
             return []
         path = self.out / f"lengths_{number}.json"
@@ -151,14 +153,14 @@ class Scorer:
             device=self.device,
             partial=partial,
         )
-        what = f"Perplexity by length, teacher beside student, on held-out {corpus.path.name}"
+        what = f"Perplexity by length, teacher beside student, on held-out {label}"
         result = make_result(what=what, rows=found, device=self.device)
         write_result(path, result)
         draw(result, path.with_suffix(".png"))
         partial.delete()
         kept = ("model", "length", "perplexity", "low", "high")
         return [
-            {"by": "context", "corpus": corpus.path.name, **{key: row[key] for key in kept}}
+            {"by": "context", "corpus": label, **{key: row[key] for key in kept}}
             for row in found
             if row["by"] == "length"
         ]

@@ -113,6 +113,13 @@ def test_what_does_not_fit_is_refused(models, tmp_path, capsys) -> None:
     assert not (tmp_path / "o").exists()
 
 
+def test_one_process_does_it(models, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        cli.main(["evaluate", "fine_tune", "phonebook", models[0], *WORDS, "--out", str(tmp_path)])
+    assert capsys.readouterr().err.startswith("error: WORLD_SIZE: expected one process, got 2")
+
+
 def test_presets_are_found_again() -> None:
     for name in ("path", "rope", "path_fox", "stick_breaking", "alibi", "delta_net"):
         assert preset_of(PathAttentionConfig.from_preset(name)) == name

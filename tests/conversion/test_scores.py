@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import doctest
 import json
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from small_conversion import small_conversion
 
 from path_attention import cli
+from path_attention.conversion import compare
 from path_attention.conversion.control import control_of, read_conversion
 from path_attention.conversion.pipeline import convert
 from path_attention.conversion.recipe import ConversionRecipe, ReportRecipe
@@ -144,3 +146,25 @@ def test_the_control_has_the_same_tokens_data_and_recipe(converted, recipe, caps
     assert tokens == sum(s.steps * s.batch_tokens for _, s in mixed.stages()) == 3 * 512
     with pytest.raises(ValueError, match="^conversion: expected a finished conversion in"):
         read_conversion(converted / "logits")
+
+
+def test_slopes_and_contexts_are_compared(converted, tmp_path) -> None:
+    assert doctest.testmod(compare).failed == 0
+    rows = compare.contexts(converted, "x")
+    mine = [r for r in read_result(converted / "report.json")["rows"] if r["by"] == "context"]
+    expected = {(r["corpus"], r["length"], r["model"]): r["perplexity"] for r in mine}
+    assert len(rows) == len(expected) / 2
+    for row in rows:
+        student, teacher = (
+            expected[row["corpus"], row["length"], m] for m in ("student", "teacher")
+        )
+        assert row["ratio"] == pytest.approx(student / teacher, rel=1e-4)
+    stage = tmp_path / "logits"
+    stage.mkdir()
+    (stage / "recipe.json").write_text(json.dumps({"steps": 64, "batch_tokens": 10}))
+    lines = [{"step": n, "heldout_loss": 3 * n**-0.5} for n in (8, 16, 32, 45, 64)]
+    (stage / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (row,) = compare.slopes(tmp_path, "y")
+    assert (row["stage"], row["tokens"]) == ("logits", 640)
+    assert row["per_doubling"] == pytest.approx(2**-0.5, abs=1e-4)
+    assert compare.slopes(converted, "x") == []  # too few held-out losses

@@ -91,6 +91,7 @@ class EvaluateAnySuite:
             rows=rows,
             device=device,
         )
+        result["versions"]["lm-eval"] = importlib.metadata.version("lm-eval")
         write_result(self.out / f"{self.suite}.json", result)
         print_scores(self.suite, rows)
         print(f"wrote {self.out / self.suite}.json")
