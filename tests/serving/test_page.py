@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import threading
 import time
@@ -245,3 +246,25 @@ def test_one_token_at_a_time_while_the_loop_goes_on(app, monkeypatch) -> None:
 
     assert asyncio.run(ask()) == [200] * 8 + [429] * 3
     assert most == 1
+
+
+def test_answers_and_inspections_leave_each_other_alone(server) -> None:
+    address, engine = server
+    name = engine.settings.model_name
+    body = {"model": name, "prompt": "abc" * 20, "max_tokens": 150, "temperature": 0}
+    asked = {"token_ids": make_ids(90), "position": 80, "layer": 1}
+    with httpx.Client(base_url=address, timeout=60) as client:
+        alone = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        exact = client.post("/inspect", json=asked).json()
+        text, told, events = "", [], 0
+        with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    text += json.loads(line[6:])["choices"][0]["text"]
+                    events += 1
+                    if events % 10 == 1:
+                        told.append(httpx.post(f"{address}/inspect", json=asked).json())
+    assert text == alone and len(told) > 5
+    for found in told:
+        for a, b in zip(found["heads"], exact["heads"], strict=True):
+            assert a["largest"][0] == pytest.approx(b["largest"][0], rel=1e-4, abs=1e-5)
