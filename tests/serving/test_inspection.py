@@ -244,7 +244,7 @@ def test_on_a_gpu_too(case: str) -> None:
 def _rebuild(
     model: PathAttentionForCausalLM, ids: list[int]
 ) -> tuple[Tensor, Tensor, Tensor, Seen]:
-    """Of the last layer's output: its error by the weights, Σ weight |v|, its size, and the layer."""
+    """Of the last layer's output: its error by the weights, Σ weight |v|, its size; the layer."""
     position, layer = len(ids) - 1, model.config.num_hidden_layers - 1
     got, seen = inspect_token(model, ids, position, layer), Seen(model, ids, layer)
     v, out = (x[0].double().cpu() for x in (seen.moved.v, seen.out))
