@@ -63,6 +63,16 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
         "ReportModels",
         "their losses and their perplexity by length, over seeds, with figures",
     ),
+    ("extrapolation", "train"): (
+        "path_attention.recipes.extrapolation",
+        "TrainExtrapolation",
+        "ten encodings trained at 512 tokens, measured up to 65,536",
+    ),
+    ("extrapolation", "report"): (
+        "path_attention.recipes.extrapolation_report",
+        "ReportExtrapolation",
+        "their ratios of perplexity beside the published ones",
+    ),
     ("evaluate", "perplexity"): (
         "path_attention.evaluation.perplexity_by_length",
         "EvaluatePerplexity",

@@ -51,7 +51,7 @@ class CompareModels:
     """Of `path-attention corpus build`."""
     parts: tuple[str, ...] = ("code=site-packages/*,stdlib/*,include/*", "prose=prose/*")
     """Parts of the held-out documents to measure on, each NAME=PATTERN,PATTERN of their names."""
-    models: tuple[str, ...] = tuple(COMPARED)
+    models: tuple[str, ...] = COMPARED
     """Names in path_attention.recipes.language_models, in order of work."""
     seeds: tuple[int, ...] = (0, 1)
     budget: Budget = field(default_factory=Budget)

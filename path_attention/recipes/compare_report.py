@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from path_attention.evaluation.figure import draw as draw_by_length
 from path_attention.evaluation.merge_seeds import merge_seeds
-from path_attention.recipes.language_models import COMPARED
+from path_attention.recipes.language_models import MODELS
 from path_attention.results import command_line, read_result, write_result
 from path_attention.training.log import read_log
 
@@ -90,7 +90,7 @@ def find_runs(folder: Path) -> list[Run]:
         found.append(Run(model, int(seed), card.parent))
     if not found:
         raise ValueError(f"out: expected finished runs in {folder}, found none")
-    order = {name: n for n, name in enumerate(COMPARED)}
+    order = {name: n for n, name in enumerate(MODELS)}
     return sorted(found, key=lambda run: (order.get(run.model, len(order)), run.seed))
 
 

@@ -31,7 +31,7 @@ from path_attention.training.recipe import (
 )
 
 # name → preset, and fields of the configuration
-COMPARED: dict[str, tuple[str, dict[str, Any]]] = {
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "rope": ("rope", {"rope_theta": 500_000.0}),
     "path": ("path", {}),
     "fox": ("fox", {}),
@@ -39,7 +39,14 @@ COMPARED: dict[str, tuple[str, dict[str, Any]]] = {
     "path_bounded": ("path", {"beta_max": 2 - 2**-7}),
     "alibi": ("alibi", {}),
     "path_alibi": ("path_alibi", {}),
+    "rope_10000": ("rope", {"rope_theta": 10_000.0}),
+    "rotation_random": ("rotation_random", {}),
+    "rotation_random_qkv": ("rotation_random_qkv", {}),
+    "rotation_learned": ("rotation_learned", {}),
+    "rotation_learned_qkv": ("rotation_learned_qkv", {}),
+    "rotation_learned_forget": ("rotation_learned", {"decay": "forget"}),
 }
+COMPARED = ("rope", "path", "fox", "path_fox", "path_bounded", "alibi", "path_alibi")
 VOCABULARY = 16384
 KEPT = "rope_seed0"  # the run whose checkpoints are kept: what a conversion starts from
 MILESTONES = (0.1, 0.5, 1.0)
@@ -83,9 +90,9 @@ def compared_model(name: str, seed: int, corpus: Path, budget: Budget) -> Recipe
 
     Raises ValueError on an unknown name.
     """
-    if name not in COMPARED:
-        raise ValueError(f"models: expected some of {list(COMPARED)}, got {name!r}")
-    preset, options = COMPARED[name]
+    if name not in MODELS:
+        raise ValueError(f"models: expected some of {list(MODELS)}, got {name!r}")
+    preset, options = MODELS[name]
     steps, run = budget.steps, f"{name}_seed{seed}"
     kept = run == KEPT
     return Recipe(

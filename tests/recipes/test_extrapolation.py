@@ -1,0 +1,134 @@
+"""The extrapolation experiment: its models, a tiny run, its report beside the published ratios."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from path_attention.analysis.analyze import AnalyzeModel
+from path_attention.recipes import extrapolation
+from path_attention.recipes.extrapolation import PUBLISHED, SIZES, TITLES, TrainExtrapolation
+from path_attention.recipes.extrapolation_report import ReportExtrapolation, verdicts
+from path_attention.recipes.language_models import Budget
+from path_attention.results import read_result
+from path_attention.training.corpus import build_corpus
+
+MODELS = ("rope_10000", "rotation_learned_forget")
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> TrainExtrapolation:
+    home = tmp_path_factory.mktemp("extrapolation")
+    (home / "text").mkdir()
+    rng = random.Random(0)
+    for n in range(12):
+        words = (
+            rng.choice(["the", "king", "said", "went", "to", "castle", "."]) for _ in range(200)
+        )
+        (home / "text" / f"{n:02}.text").write_text(" ".join(words))
+    corpus = build_corpus(
+        (str(home / "text"),),
+        home / "corpus",
+        vocab_size=280,
+        heldout_fraction=0.0,
+        heldout=("*/00.text", "*/01.text"),
+        progress=False,
+    )
+    budget = Budget(
+        batch_tokens=64,
+        micro_batch_tokens=64,
+        context_length=32,
+        layers=1,
+        width=16,
+        heads=2,
+        mlp=16,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(extrapolation.SIZES, "small", budget)
+        train = TrainExtrapolation(
+            corpus=corpus.path,
+            size="small",
+            models=MODELS,
+            seeds=(0,),
+            tokens=600,
+            parts=("prose=text/*",),
+            out=home / "runs",
+            devices=("cpu",),
+            lengths="32,64,128",
+            targets=16,
+            windows=4,
+            dtype="float32",
+        )
+        train.run()
+    return train
+
+
+def test_models_of_the_experiment_differ_in_the_encoding_alone(tmp_path: Path) -> None:
+    for size, budget in SIZES.items():
+        comparison = TrainExtrapolation(corpus=tmp_path, size=size, seeds=(3,)).comparison()  # pyright: ignore
+        assert comparison.budget == budget and budget.context_length == 512
+        first, *others = (recipe.course() for recipe in comparison.recipes())
+        allowed = {"model.preset", "model.options.decay", "model.options.rope_theta"}
+        for other in others:
+            assert {k for k in {*first, *other} if first.get(k) != other.get(k)} <= allowed
+        assert len(others) == 9
+    paper = SIZES["paper"]
+    assert (paper.layers, paper.width, paper.context_length) == (16, 768, 512)
+    assert {model for model, _ in PUBLISHED} <= set(TITLES)
+    changed = TrainExtrapolation(corpus=tmp_path, tokens=1000, compile="inductor").comparison()
+    assert (changed.budget.tokens, changed.budget.compile) == (1000, "inductor")
+    with pytest.raises(ValueError, match="models: expected some of"):
+        TrainExtrapolation(corpus=tmp_path, models=("fox",)).comparison()
+
+
+def test_the_report_stands_beside_the_published_ratios(
+    done: TrainExtrapolation, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setitem(PUBLISHED, ("rope_10000", 128), 16.2)
+    report = ReportExtrapolation(out=done.out, to=tmp_path / "x", command="path-attention x")
+    report.run()
+    rows = read_result(tmp_path / "x.json")["rows"]
+    ratios = [row for row in rows if row["kind"] == "ratio"]
+    assert [(r["model"], r["length"]) for r in ratios] == [
+        (model, length) for model in MODELS for length in (32, 64, 128)
+    ]
+    assert all(row["ratio"] == 1 for row in ratios if row["length"] == 32)
+    assert {row["published"] for row in ratios} == {None, 16.2}
+    assert (tmp_path / "x.png").is_file()
+    shown = capsys.readouterr().out
+    assert "(16.2)" in shown and "learned rotation + gate" in shown
+    assert all(row["half_by_bound"] is None for row in rows if row["kind"] == "verdict")
+    AnalyzeModel(
+        models=tuple(done.out / f"{name}_seed0" for name in MODELS),
+        data=done.corpus,
+        lengths="64,128",
+        windows=1,
+        probes=2,
+        out=done.out / "routes",
+        pages=False,
+        device="cpu",
+    ).run()
+    report.run()
+    found = [row for row in read_result(tmp_path / "x.json")["rows"] if row["kind"] == "verdict"]
+    assert all(0 < row["bound"] <= row["far_mass"] < 1 for row in found)
+    with pytest.raises(ValueError, match="expected finished runs"):
+        replace(report, out=tmp_path).run()
+
+
+def test_verdicts() -> None:
+    def row(model: str, length: int, perplexity: float, ratio: float) -> dict:
+        return {
+            "kind": "ratio", "part": "p", "model": model, "title": model, "length": length,
+            "perplexity": perplexity, "ratio": ratio,
+        }  # fmt: skip
+
+    rows = [row("a", 1, 20, 1), row("a", 2, 20, 1.0), row("a", 4, 21, 1.05)]
+    rows += [row("b", 1, 10, 1), row("b", 2, 11, 1.05), row("b", 4, 30, 3.0)]
+    rows += [row("c", 1, 19, 1), row("c", 2, 18, 0.9), row("c", 4, 18, 0.9)]
+    found = {r["model"]: r for r in verdicts("p", rows, [])}
+    assert [(r["holds_to"], r["rises_at"], r["best"]) for r in found.values()] == [
+        (4, None, False), (2, 4, False), (4, None, True),
+    ]  # fmt: skip
