@@ -15,7 +15,7 @@ import tyro
 
 from path_attention.analysis.capture import attention_layers, visit_layers
 from path_attention.analysis.measure import Probes, Totals, measure
-from path_attention.analysis.summary import Row, summary
+from path_attention.analysis.summary import Row, mean_rows, summary
 from path_attention.models.loading import load_model, load_tokenizer, model_folder
 from path_attention.results import make_result, write_result
 from path_attention.training.corpus import TokenCorpus
@@ -54,6 +54,9 @@ class AnalyzeModel:
     """Where the results go, without an ending."""
     labels: tuple[str, ...] = ()
     """A name for each model; default: the folder's."""
+    means: bool = False
+    """Write means over heads in place of each head's routes, contexts and distributions; pages and
+    figure keep them."""
     pages: bool = True
     """Write a page for each head."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -89,7 +92,7 @@ class AnalyzeModel:
                 "length), context (by tokens of context), scores and tail (distributions); far "
                 "keys are `near` tokens or more before the query; path_attention.analysis.summary "
                 "says what each column is",
-                rows=[_rounded(row) for row in rows],
+                rows=[_rounded(row) for row in (_over_heads(rows) if self.means else rows)],
                 device=device,
             )
             write_result(self.out.with_name(f"{self.out.name}.json"), result)
@@ -229,6 +232,13 @@ def _numbers(name: str, text: str) -> list[int]:
         raise ValueError(
             f"{name}: expected whole numbers with commas between, got {text!r}"
         ) from None
+
+
+def _over_heads(rows: Sequence[Row]) -> list[Row]:
+    """Each head's own row, and means of the others over a model's layers and heads."""
+    others = [{k: v for k, v in row.items() if k != "layer"} for row in rows]
+    others = [row for row in others if row["kind"] != "head"]
+    return [row for row in rows if row["kind"] == "head"] + mean_rows(others)
 
 
 def _rounded(row: Row) -> Row:

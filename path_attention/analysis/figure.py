@@ -58,8 +58,8 @@ def draw_heads(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
         if row["kind"] == "context" and row["length"] == last
     }
     grids = {
-        "spectral norm ‖E M‖": lambda row: row["spectral_norm"],
-        "mixing window, tokens (log₂)": lambda row: _log2(row["mixing_window"]),
+        "spectral gap 1 − ‖E M‖ (log₁₀)": lambda row: _log_gap(row["spectral_norm"]),
+        "mixing window, tokens (log₂; grey: none)": lambda row: _log2(row["mixing_window"]),
         f"far mass at {last:,}": lambda row: context[row["layer"], row["head"]]["far_mass"],
         f"far values in step at {last:,}": lambda row: context[row["layer"], row["head"]][
             "in_step"
@@ -208,6 +208,10 @@ def _draw_values(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_xscale("log", base=2)
     axes.set(xlabel="tokens of context", ylabel="‖Σ a v‖ / Σ a ‖v‖", title="far values")
     axes.set_ylim(-0.03, 1.03)
+
+
+def _log_gap(norm: float | None) -> float | None:
+    return None if norm is None else float(np.log10(max(1 - norm, 1e-6)))
 
 
 def _log2(x: float | None) -> float | None:

@@ -113,11 +113,11 @@ def measure(routes: Routes, probes: Probes, near: int, segment: int = SEGMENT) -
     single_steps(routes, probes, totals)
     size = routes.k.norm(dim=-1).amax(0).repeat_interleave(routes.group)
     totals.raise_to(norm_bound=abs(routes.scale) * size * routes.q.norm(dim=-1).amax(0))
-    sums = ProbeSums(routes, probes.positions, near, EDGES, SCORES, TAILS)
+    sums = ProbeSums(routes, probes, near, EDGES, SCORES, TAILS)
     for tile in walk(routes, probes.positions, segment):
         sums.meet(tile)
         _routes_at(routes, probes, tile.moved, tile.first, tile.start, totals)
-    sums.into(totals, probes)
+    sums.into(totals)
     return totals
 
 

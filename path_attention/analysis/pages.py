@@ -47,6 +47,7 @@ _CONTEXT = {
     "gap_most": "gap, greatest",
     "in_step": "values in step",
     "incoherent": "random values",
+    "mixing_window": "mixing window",
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,7 +29,7 @@ class ProbeSums:
     def __init__(
         self,
         routes: Routes,
-        positions: Sequence[int],
+        probes: Probes,
         near: int,
         edges: Tensor,
         scores: Tensor,
@@ -38,11 +37,13 @@ class ProbeSums:
     ) -> None:
         self.routes, self.near = routes, near
         device, dtype = routes.q.device, routes.q.dtype
-        self.at = torch.tensor(positions, device=device)
+        self.at = torch.tensor(probes.positions, device=device)
+        self.of_length = torch.tensor(probes.of_length, device=device)
+        self.lengths = len(probes.lengths)
         self.edges, self.score_edges, self.tail_edges = (
             edges.to(device), scores.to(device, dtype), tails.to(device, dtype)
         )  # fmt: skip
-        HQ, P, E = routes.q.shape[1], len(positions), routes.v.shape[2]
+        HQ, P, E = routes.q.shape[1], len(self.at), routes.v.shape[2]
         zeros = torch.zeros(HQ, P, dtype=torch.float64, device=device)
         self.top, self.rest = zeros + _LOWEST, zeros.clone()
         self.mass = zeros.new_zeros(HQ, P, len(edges))
@@ -51,8 +52,8 @@ class ProbeSums:
         self.far_weight = zeros.clone()
         self.near_most, self.far_most = zeros - torch.inf, zeros - torch.inf
         self.far_least = zeros + torch.inf
-        self.pairs = zeros.new_zeros(len(edges))
-        self.products = zeros.new_zeros(3, HQ, len(edges))  # s·s, s₀·s₀, s·s₀
+        self.pairs = zeros.new_zeros(self.lengths, len(edges))
+        self.products = zeros.new_zeros(3, HQ, self.lengths, len(edges))  # s·s, s₀·s₀, s·s₀
         self.histogram = zeros.new_zeros(HQ, 2, len(scores) + 1)
         self.tails = zeros.new_zeros(HQ, 2, len(tails) + 1)
         self.moments = zeros.new_zeros(3, HQ, 2)  # how many, Σ s, Σ s²
@@ -75,9 +76,11 @@ class ProbeSums:
         k = routes.bare_k[tile.start : tile.stop]
         bare = routes.scale * (q.flatten(1, 2) @ k.permute(1, 2, 0)).unflatten(1, q.shape[1:3])
         s, s0 = tile.scores.double(), bare.flatten(0, 1).double()
+        place = (place + self.of_length[tile.first :, None] * len(self.edges)).flatten()
         for n, x in enumerate((s * s, s0 * s0, s * s0)):
-            self.products[n].index_add_(1, place.flatten(), x.flatten(1))
-        self.pairs += torch.bincount(place.flatten(), minlength=len(self.edges))
+            self.products[n].flatten(1).index_add_(1, place, x.flatten(1))
+        pairs = torch.bincount(place, minlength=self.pairs.numel())
+        self.pairs += pairs.view(self.pairs.shape)
         bucket = torch.bucketize(tile.scores, self.score_edges, right=True)
         self._count(self.histogram, bucket, far)
         for n, x in enumerate((torch.ones_like(s), s, s * s)):
@@ -151,10 +154,9 @@ class ProbeSums:
         vector = self.far_vector[:, active] * shrink[..., None] + weight @ values
         self.far_vector[:, active] = vector
 
-    def into(self, totals: Totals, probes: Probes) -> None:
+    def into(self, totals: Totals) -> None:
         """Add everything to totals: of each length, sums over its probes and their number."""
-        lengths = len(probes.lengths)
-        of_length = torch.tensor(probes.of_length, device=self.at.device)
+        lengths, of_length = self.lengths, self.of_length
         far_keys = (self.at + 1 - self.near).clamp(min=0).double()
         has_far = far_keys > 0
         whole = self.mass.sum(-1).clamp(min=_TINY)

@@ -41,7 +41,7 @@ def summary(
     for head in range(heads):
         own = {**names, "head": head}
         routes = list(route_rows(totals, head))
-        contexts = list(context_rows(totals, head, lengths))
+        contexts = list(context_rows(totals, head, lengths, level))
         rows.append(head_row(totals, head, routes, contexts, near, level) | own)
         for kind in (routes, contexts, score_rows(totals, head), tail_rows(totals, head)):
             rows += [row | own for row in kind]
@@ -116,7 +116,8 @@ def route_rows(totals: Totals, head: int) -> Iterator[Row]:
     the longest context.
     """
     sums = totals.sums
-    count, pairs = sums.get("kept_count"), sums["pairs"]
+    count, pairs = sums.get("kept_count"), sums["pairs"].sum(0)
+    products = sums["products"][:, head].sum(1)
     longest = sums["mass"][head, -1] / sums["probes"][-1]
     norm = None
     if "transport" in sums:
@@ -126,7 +127,7 @@ def route_rows(totals: Totals, head: int) -> Iterator[Row]:
     for n, length in enumerate(EDGES.tolist()):
         if not pairs[n]:
             continue
-        ss, bare, both = (float(x) for x in sums["products"][:, head, n])
+        ss, bare, both = (float(x) for x in products[:, n])
         row: Row = {
             "kind": "route",
             "length": length,
@@ -149,13 +150,14 @@ def route_rows(totals: Totals, head: int) -> Iterator[Row]:
         yield row | kept
 
 
-def context_rows(totals: Totals, head: int, lengths: Sequence[int]) -> Iterator[Row]:
+def context_rows(totals: Totals, head: int, lengths: Sequence[int], level: float) -> Iterator[Row]:
     """By context length; means over probes, None where no key is far.
 
     far_mass beside its bound M/(M + K e^{2λ}); spread: 2λ, the largest near logit less the least
     far one; gap: log-mean-exp of near logits less that of far ones; gap_most: the largest near one
     less the largest far one. in_step: ‖Σ a v‖ / Σ a ‖v‖ over far values; incoherent: the same for
-    random directions, √(Σ a² ‖v‖²) / Σ a ‖v‖; coherence: ‖Σ a v‖ / √(Σ a² ‖v‖²).
+    random directions, √(Σ a² ‖v‖²) / Σ a ‖v‖; coherence: ‖Σ a v‖ / √(Σ a² ‖v‖²). mixing_window: as
+    in `head_row`, of the queries of this context alone.
     """
     names = ("far_keys", "far_mass", "bound", "spread", "gap", "gap_most")
     names += ("in_step", "incoherent", "coherence")
@@ -165,7 +167,12 @@ def context_rows(totals: Totals, head: int, lengths: Sequence[int]) -> Iterator[
         for name in names:
             known = count and name in totals.sums
             row[name] = _finite(float(totals.sums[name][head, n]) / count) if known else None
-        yield row
+        ss, bare, both = totals.sums["products"][:, head, n]
+        correlation = (both / (ss * bare).sqrt()).nan_to_num()
+        met = totals.sums["pairs"][n] > 0
+        steps = zip(EDGES[met].tolist(), correlation[met].tolist(), strict=True)
+        rows = [{"length": length, "correlation": c} for length, c in steps]
+        yield row | {"mixing_window": window(rows, "correlation", level)}
 
 
 def score_rows(totals: Totals, head: int) -> Iterator[Row]:

@@ -165,9 +165,13 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         axes.axhline(1, color="0.7", linewidth=0.8, zorder=0)
         axes.set(xlabel="tokens of context", title=part)
         finish(axes)
+    for axes in panels[1:]:
+        axes.get_legend().remove()
     panels[0].set_ylabel("perplexity over that at the training length")
     seeds = ratios[0]["seeds"]
-    shade = f"mean of {seeds} seeds, shaded from the least" if seeds > 1 else "one seed"
+    shade = (
+        f"mean of {seeds} seeds, shaded from the least to the greatest" if seeds > 1 else "one seed"
+    )
     figure.suptitle(f"How far encodings extrapolate ({shade}; stars: published)", fontsize=11)
     save(figure, path)
 

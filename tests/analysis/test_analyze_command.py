@@ -99,6 +99,17 @@ def test_an_interrupted_run_goes_on(done: AnalyzeModel, tmp_path: Path, monkeypa
     rows = [read_result(each.out.with_suffix(".json"))["rows"] for each in (done, again)]
     assert rows[0] == rows[1]
     assert not (tmp_path / "out").exists()
+    replace(again, means=True).run()
+    means = read_result(again.out.with_suffix(".json"))["rows"]
+    assert [r for r in means if r["kind"] == "head"] == [r for r in rows[0] if r["kind"] == "head"]
+    of = [
+        [r for r in each if r["kind"] == "context" and r["length"] == 64]
+        for each in (rows[0], means)
+    ]
+    for n, row in enumerate(of[1]):
+        each = [r["far_mass"] for r in of[0] if r["model"] == row["model"]]
+        assert row["head"] == len(each) == 4 and n < 2
+        assert row["far_mass"] == pytest.approx(sum(each) / 4, rel=1e-4)
 
 
 @pytest.mark.parametrize(

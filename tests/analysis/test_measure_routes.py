@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -34,6 +35,21 @@ def rows_of(kind: str, rows: list[dict], head: int) -> list[dict]:
     return [row for row in rows if row["kind"] == kind and row["head"] == head]
 
 
+def literal_window(queries: list[list[dict]]) -> int | None:
+    """The bin from which on every correlation is below 0.2."""
+    edges, answer = [*EDGES.tolist()], None
+    for low, high in reversed(list(pairwise(edges))):
+        mine = [p for found in queries for p in found if low <= p["distance"] < high]
+        ss, bare, both = (
+            sum(p[a] * p[b] for p in mine)
+            for a, b in (("score", "score"), ("bare", "bare"), ("score", "bare"))
+        )
+        if mine and abs(both / math.sqrt(ss * bare)) >= 0.2:
+            break
+        answer = low if mine else answer
+    return answer
+
+
 @pytest.fixture(scope="module", params=KINDS)
 def case(request):
     x = make_inputs(T, HQ, H, D, request.param, gate=request.param != "none")
@@ -54,6 +70,7 @@ def test_contexts_are_the_literal_ones(case) -> None:
                 mean = sum(query[name] for query in each) / len(each)
                 assert row[name] == pytest.approx(mean, **CLOSE), (head, row["length"], name)
             assert row["bound"] <= row["far_mass"]
+            assert row["mixing_window"] == literal_window([found[i, head] for i in mine])
 
 
 def test_routes_are_the_literal_ones(case) -> None:
