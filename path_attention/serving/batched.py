@@ -36,7 +36,7 @@ _MEASURE_EVERY = 0.5  # seconds
 
 
 @dataclass(eq=False)
-class _Prompt:
+class Prompt:
     """A prompt that is read, all but its last token, piece by piece."""
 
     ticket: Ticket
@@ -46,12 +46,16 @@ class _Prompt:
 
 
 @dataclass(eq=False)
-class _Row:
-    """An answer that is written: its cache has seen all of its ids but the last."""
+class Row:
+    """An answer that is written: its cache has seen all of its ids but the last.
+
+    slot: where it is instead, in a `SlotEngine`.
+    """
 
     answer: Answer
     cache: Cache
     draft: Cache | None = None
+    slot: int | None = None
     lookup: Lookup = field(default_factory=Lookup)
 
 
@@ -88,9 +92,10 @@ class BatchedEngine(Engine):
         size = settings.prefix_bytes
         self.store = PrefixStore(model, max_bytes=size) if size else None
         models = [model] if draft is None else [model, draft]
+        self.cache_bytes = settings.cache_bytes or default_cache_bytes(model.device)
         self._costs = [cache_cost(x) for x in models]
-        self._prompts: list[_Prompt] = []
-        self._rows: list[_Row] = []
+        self._prompts: list[Prompt] = []
+        self._rows: list[Row] = []
         self._measured = 0.0
 
     # --- Coming and going -------------------------------------------------------------------------
@@ -103,7 +108,7 @@ class BatchedEngine(Engine):
     def check(self, request: Request) -> None:
         """As in `Engine`; also refuses what would never fit in memory."""
         super().check(request)
-        cost, limit = self.cost(request), self.settings.cache_bytes
+        cost, limit = self.cost(request), self.cache_bytes
         if cost > limit:
             raise Refused(
                 f"the request may need {cost} bytes of cache, the server has {limit}",
@@ -114,7 +119,7 @@ class BatchedEngine(Engine):
         requests = [*(t.request for t in self.running), ticket.request]
         rows = sum(request.choices for request in requests)
         bytes_ = sum(self.cost(request) for request in requests)
-        return rows <= self.settings.max_rows and bytes_ <= self.settings.cache_bytes
+        return rows <= self.settings.max_rows and bytes_ <= self.cache_bytes
 
     def admit(self, ticket: Ticket) -> None:
         request = ticket.request
@@ -129,7 +134,7 @@ class BatchedEngine(Engine):
         else:
             cache = DynamicCache(config=self.model.config)
         draft = None if self.draft is None else self.draft.new_cache()
-        self._prompts.append(_Prompt(ticket, ids, cache, draft))
+        self._prompts.append(Prompt(ticket, ids, cache, draft))
 
     def release(self, ticket: Ticket) -> None:
         self._prompts = [p for p in self._prompts if p.ticket is not ticket]
@@ -150,7 +155,7 @@ class BatchedEngine(Engine):
         if time.monotonic() > self._measured + _MEASURE_EVERY:
             self.measure()
 
-    def _read(self, prompt: _Prompt) -> bool:
+    def _read(self, prompt: Prompt) -> bool:
         """Compute a piece of a prompt; returns whether that was all."""
         size, done = self.settings.prefill_tokens, True
         seen = prompt.cache.get_seq_length()
@@ -177,7 +182,7 @@ class BatchedEngine(Engine):
         top = ticket.request.logprobs or 0
         ticket.prompt_logprobs += token_logprobs(logits, after, top)
 
-    def _begin(self, prompt: _Prompt) -> None:
+    def _begin(self, prompt: Prompt) -> None:
         """A prompt is read: keep it, and write its answers."""
         ticket = prompt.ticket
         if self.store is not None and prompt.ids.shape[1]:
@@ -195,7 +200,7 @@ class BatchedEngine(Engine):
         for answer, cache, draft in zip(
             ticket.answers, [*caches, prompt.cache], drafts, strict=True
         ):
-            self._rows.append(_Row(answer, cache, draft))
+            self._rows.append(Row(answer, cache, draft))
 
     def _write(self) -> None:
         """A step of every answer: one token, or as many of a proposal as are accepted."""
@@ -230,7 +235,7 @@ class BatchedEngine(Engine):
                 self._keep(row, seen + len(tokens))
         self._rows = [row for row in rows if row.answer.finish is None]
 
-    def _propose(self, rows: Sequence[_Row]) -> list[Proposal]:
+    def _propose(self, rows: Sequence[Row]) -> list[Proposal]:
         left = [row.answer.request.max_tokens - len(row.answer.tokens) - 1 for row in rows]
         if self.draft is not None:
             most = [min(self.draft.tokens, count) for count in left]
@@ -244,7 +249,7 @@ class BatchedEngine(Engine):
             for row, count in zip(rows, left, strict=True)
         ]
 
-    def _keep(self, row: _Row, seen: int) -> None:
+    def _keep(self, row: Row, seen: int) -> None:
         """An answer has ended: a chat's next turn may begin with it."""
         ids = row.answer.ids[:seen]
         if self.store is not None:
@@ -260,6 +265,11 @@ class BatchedEngine(Engine):
         layers = [layer for cache in caches for layer in layer_caches(cache, len(cache.layers))]
         self.metrics.cache_bytes.set(memory(layers))
         self.metrics.prefix_bytes.set(0 if self.store is None else self.store.bytes)
+
+
+def default_cache_bytes(device: torch.device) -> int:
+    """Half of what is free on a GPU; 4 GiB on a CPU."""
+    return torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 2**32
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from path_attention.serving.batched import BatchedEngine
 from path_attention.serving.engine import Engine
 from path_attention.serving.fallback import GenerateEngine
 from path_attention.serving.settings import Settings
+from path_attention.serving.slots import SlotEngine, fits_slots
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -96,4 +97,7 @@ def make_engine(
         return GenerateEngine(model, tokenizer, settings)
     if draft is not None and not isinstance(draft, PathAttentionForCausalLM):
         raise ValueError(f"draft: expected a model of this package, got {type(draft).__name__}")
+    plain = draft is None and not settings.lookup_tokens
+    if settings.graphs and plain and fits_slots(model):
+        return SlotEngine(model, tokenizer, settings)
     return BatchedEngine(model, tokenizer, settings, draft)

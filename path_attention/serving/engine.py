@@ -126,12 +126,17 @@ class Engine:
                 f"max_tokens: at most {settings.max_output_tokens}, got {request.max_tokens}",
                 param="max_tokens",
             )
-        if request.choices > settings.max_rows:
-            raise Refused(f"n: at most {settings.max_rows}, got {request.choices}", param="n")
+        if request.choices > self.most_choices:
+            raise Refused(f"n: at most {self.most_choices}, got {request.choices}", param="n")
         size = self.model.config.get_text_config().vocab_size
         wrong = [t for t in (*request.prompt, *request.sampling.logit_bias) if not 0 <= t < size]
         if wrong:
             raise Refused(f"token {wrong[0]}: the model has the tokens 0 to {size - 1}")
+
+    @property
+    def most_choices(self) -> int:
+        """The most answers of one request."""
+        return self.settings.max_rows
 
     @property
     def context_length(self) -> int | None:

@@ -28,8 +28,9 @@ class Settings:
     """Of a request."""
     request_seconds: float = 600.0
     """From a request's arrival to its last token."""
-    cache_bytes: int = 2**32
-    """The most that the caches of running requests may come to; others wait."""
+    cache_bytes: int = 0
+    """The most that the caches of running requests may come to; others wait. 0 is half of what is
+    free on a GPU, and 4 GiB on a CPU."""
     prefix_bytes: int = 2**30
     """The most that kept prefixes may take beside them; 0 keeps none."""
     prefill_tokens: int = 512
@@ -38,9 +39,13 @@ class Settings:
     """Tokens that are proposed at once from the text so far; 0 for none."""
     draft_tokens: int = 4
     """Tokens that a draft model proposes at once."""
+    graphs: bool = True
+    """On an NVIDIA GPU, where nothing is proposed: decode in rows of fixed size by CUDA graphs."""
 
     def __post_init__(self) -> None:
-        least = {"max_queue": 0, "prefix_bytes": 0, "lookup_tokens": 0}
+        least: dict[str, float] = dict.fromkeys(
+            ("max_queue", "cache_bytes", "prefix_bytes", "lookup_tokens", "graphs"), 0
+        )
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, (int, float)) and not value >= least.get(field.name, 1):

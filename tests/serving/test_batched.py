@@ -124,9 +124,7 @@ def test_long_prompts_go_in_between_steps(make, monkeypatch) -> None:
 def test_what_does_not_fit_waits_or_is_refused(make) -> None:
     engine = make(max_rows=4, prefix_bytes=0)
     base, each = engine._costs[0]
-    engine.settings = engine.settings.__class__(
-        cache_bytes=int(2.5 * (base + each * 340)), max_rows=4, prefix_bytes=0
-    )
+    engine.cache_bytes = int(2.5 * (base + each * 340))
     most = 0.0
     asked = [Asked(engine, make_ids(300, seed=n), 40) for n in range(5)]
     while not all(one.ticket.done for one in asked):
@@ -134,7 +132,7 @@ def test_what_does_not_fit_waits_or_is_refused(make) -> None:
         assert running <= 2
         most = max(most, gauge(engine, "cache_bytes"))
         time.sleep(0.005)
-    assert 0 < most <= engine.settings.cache_bytes
+    assert 0 < most <= engine.cache_bytes
     with pytest.raises(Refused, match="bytes of cache"):
         Asked(engine, make_ids(300), 4000)
     with pytest.raises(Refused, match="n: at most 4"):
