@@ -138,7 +138,24 @@ def test_zero_shot_is_lm_evals_own(folder, data_dir, tmp_path, monkeypatch):
     both = [str(folder / "llama"), str(folder / "path")]
     both += ["--data-dir", str(data_dir)]
     rows = evaluate("zero_shot", tmp_path, *both, "--batch-size", "16")
-    alone = evaluate("zero_shot", tmp_path / "alone", *both, "--batch-size", "1")
+    whole, calls = language_model.log_likelihoods, []
+
+    def dies(*arguments):
+        if len(calls) == 30:
+            raise KeyboardInterrupt
+        calls.append(1)
+        return whole(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(language_model, "log_likelihoods", dies)
+        with pytest.raises(SystemExit):
+            evaluate("zero_shot", tmp_path / "alone", *both, "--batch-size", "1")
+    alone = evaluate("zero_shot", tmp_path / "alone", *both, "--batch-size", "1")  # goes on
+    kept, straight = (
+        (tmp_path / name / "llama" / "answers.jsonl").read_text().splitlines()
+        for name in ("alone", ".")
+    )
+    assert 30 < len(kept) <= len(straight)  # what was answered is not asked again
     rounded = scores(alone).items()  # sums of likelihoods, to a few roundings of a float32 logit
     assert dict(rounded) == {key: pytest.approx(v, rel=1e-5) for key, v in scores(rows).items()}
     assert {row["model"] for row in rows} == {"llama", "path"}
