@@ -150,12 +150,13 @@ def single_steps(routes: Routes, probes: Probes, totals: Totals) -> None:
     if routes.kind == "other":
         return
     at = torch.tensor(probes.positions, device=routes.q.device)
+    of = torch.tensor(probes.of_length, device=routes.q.device)
     moved = routes.by_head(routes.q[at])
     for length in range(1, min(SINGLE_STEPS, probes.positions[-1]) + 1):
         there = at >= length
-        at, moved = at[there], moved[:, :, there]
+        at, of, moved = at[there], of[there], moved[:, :, there]
         moved = routes.step(moved, at - length + 1)
-        _compare(routes, at, moved, at - length, totals)
+        _compare(routes, probes, at, of, moved, at - length, totals)
 
 
 def _routes_at(
@@ -163,15 +164,26 @@ def _routes_at(
 ) -> None:
     """Longer routes, at a walk's borders."""
     at = torch.tensor(probes.positions[first:], device=moved.device)
+    of = torch.tensor(probes.of_length[first:], device=moved.device)
     long = at - start + 1 > SINGLE_STEPS
     if routes.kind != "other" and start > 0 and long.any():
-        _compare(routes, at[long], moved[:, :, long], torch.full_like(at[long], start - 1), totals)
+        at, of, moved = at[long], of[long], moved[:, :, long]
+        _compare(routes, probes, at, of, moved, torch.full_like(at, start - 1), totals)
 
 
-def _compare(routes: Routes, at: Tensor, moved: Tensor, to: Tensor, totals: Totals) -> None:
+def _compare(
+    routes: Routes,
+    probes: Probes,
+    at: Tensor,
+    of: Tensor,
+    moved: Tensor,
+    to: Tensor,
+    totals: Totals,
+) -> None:
     """Adds what is left of queries that walked from `at` to behind token `to`, by route length.
 
-    With x = M ⋯ M q: norm² ‖x‖²/‖q‖², direction cos(x, q), and both in one ⟨x, q⟩/‖q‖².
+    Apart for each context `of` that a query belongs to, `[HQ, lengths, bins]`. With x = M ⋯ M q:
+    norm² ‖x‖²/‖q‖², direction cos(x, q), and both in one ⟨x, q⟩/‖q‖².
     """
     bare = routes.by_head(routes.bare_q[at])
     like = routes.unmoved(bare, to).double()
@@ -183,9 +195,11 @@ def _compare(routes: Routes, at: Tensor, moved: Tensor, to: Tensor, totals: Tota
         xq / (xx * qq).sqrt().clamp(min=tiny),
         xq / qq.clamp(min=tiny),
     )
-    place = torch.bucketize(at - to, EDGES.to(at.device), right=True) - 1
+    bins, shape = len(EDGES), (len(probes.lengths), len(EDGES))
+    place = of * bins + torch.bucketize(at - to, EDGES.to(at.device), right=True) - 1
     names = ("kept_square", "kept_cosine", "kept_product")
     for name, part in zip(names, parts, strict=True):
-        whole = part.new_zeros(*part.shape[:2], len(EDGES))
-        totals.add(**{name: whole.index_add_(2, place, part).flatten(0, 1)})
-    totals.add(kept_count=torch.bincount(place, minlength=len(EDGES)))
+        whole = part.new_zeros(*part.shape[:2], shape[0] * bins)
+        whole = whole.index_add_(2, place, part).flatten(0, 1)
+        totals.add(**{name: whole.unflatten(1, shape)})
+    totals.add(kept_count=torch.bincount(place, minlength=shape[0] * bins).view(shape))

@@ -47,7 +47,8 @@ _CONTEXT = {
     "gap_most": "gap, greatest",
     "in_step": "values in step",
     "incoherent": "random values",
-    "mixing_window": "mixing window",
+    "mixing_window": "window, scores",
+    "query_window": "window, queries",
 }
 
 

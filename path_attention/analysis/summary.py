@@ -117,6 +117,7 @@ def route_rows(totals: Totals, head: int) -> Iterator[Row]:
     """
     sums = totals.sums
     count, pairs = sums.get("kept_count"), sums["pairs"].sum(0)
+    count = None if count is None else count.sum(0)
     products = sums["products"][:, head].sum(1)
     longest = sums["mass"][head, -1] / sums["probes"][-1]
     norm = None
@@ -139,7 +140,7 @@ def route_rows(totals: Totals, head: int) -> Iterator[Row]:
         kept: dict[str, float | None] = dict.fromkeys(("kept_norm", "kept_cosine", "kept_product"))
         if count is not None and count[n]:
             square, cosine, product = (
-                float(sums[f"kept_{name}"][head, n] / count[n])
+                float(sums[f"kept_{name}"][head, :, n].sum() / count[n])
                 for name in ("square", "cosine", "product")
             )
             kept = {
@@ -156,8 +157,8 @@ def context_rows(totals: Totals, head: int, lengths: Sequence[int], level: float
     far_mass beside its bound M/(M + K e^{2λ}); spread: 2λ, the largest near logit less the least
     far one; gap: log-mean-exp of near logits less that of far ones; gap_most: the largest near one
     less the largest far one. in_step: ‖Σ a v‖ / Σ a ‖v‖ over far values; incoherent: the same for
-    random directions, √(Σ a² ‖v‖²) / Σ a ‖v‖; coherence: ‖Σ a v‖ / √(Σ a² ‖v‖²). mixing_window: as
-    in `head_row`, of the queries of this context alone.
+    random directions, √(Σ a² ‖v‖²) / Σ a ‖v‖; coherence: ‖Σ a v‖ / √(Σ a² ‖v‖²). mixing_window
+    and query_window: as in `head_row`, of the queries of this context alone.
     """
     names = ("far_keys", "far_mass", "bound", "spread", "gap", "gap_most")
     names += ("in_step", "incoherent", "coherence")
@@ -169,10 +170,21 @@ def context_rows(totals: Totals, head: int, lengths: Sequence[int], level: float
             row[name] = _finite(float(totals.sums[name][head, n]) / count) if known else None
         ss, bare, both = totals.sums["products"][:, head, n]
         correlation = (both / (ss * bare).sqrt()).nan_to_num()
-        met = totals.sums["pairs"][n] > 0
-        steps = zip(EDGES[met].tolist(), correlation[met].tolist(), strict=True)
-        rows = [{"length": length, "correlation": c} for length, c in steps]
-        yield row | {"mixing_window": window(rows, "correlation", level)}
+        row["mixing_window"] = _window(correlation, totals.sums["pairs"][n], level)
+        row["query_window"] = None
+        if "kept_count" in totals.sums:
+            count = totals.sums["kept_count"][n]
+            kept = totals.sums["kept_product"][head, n] / count.clamp(min=1)
+            row["query_window"] = _window(kept, count, level)
+        yield row
+
+
+def _window(correlation: Tensor, count: Tensor, level: float) -> int | None:
+    """`window` of a correlation by bin, where anything was met."""
+    met = count > 0
+    steps = zip(EDGES[met].tolist(), correlation[met].tolist(), strict=True)
+    rows = [{"length": length, "correlation": c} for length, c in steps]
+    return window(rows, "correlation", level)
 
 
 def score_rows(totals: Totals, head: int) -> Iterator[Row]:

@@ -67,6 +67,7 @@ def pairs(x: Inputs, i: int, head: int, *, moves_values: bool = False) -> list[d
         found.append(
             {
                 "distance": i - j,
+                "query": q,
                 "moved": route @ q,
                 "score": float(k @ route @ q) * D**-0.5,
                 "bare": float(k @ q) * D**-0.5,
