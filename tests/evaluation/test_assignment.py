@@ -81,6 +81,12 @@ def test_samples_fill_their_length(task) -> None:
         assert sample.prompt != assignment_sample(task, seed + 1, 300, count).prompt
         *statements, asked = sample.prompt.split("; ")
         values = run(statements)
+        if task == "last_value":
+            name = re.search(r"\((.)\)", asked)[1]
+            last = max(n for n, line in enumerate(statements) if line.startswith(name))
+            assert sample.difficulty == len(statements) - 1 - last
+        else:
+            assert sample.difficulty == len(statements) - 5
         told = [(asked, sample.references[0]), *sample.more]
         found = {re.search(r"print\((.)\) ->$", text)[1]: int(answer) for text, answer in told}
         assert found == values

@@ -235,6 +235,7 @@ def test_generated_suites_at_given_lengths(folder, tmp_path):
     rows = evaluate("variable_assignment", tmp_path / "1", words[0], *tracing, "1")
     assert rows == evaluate("variable_assignment", tmp_path / "16", words[0], *tracing, "16")
     assert [row["column"] for row in rows[:3]] == ["last_value", "swaps", "mixed"]
+    assert rows[1]["difficulty"] > 3 and rows[-1]["difficulty"] is None
     assert rows[-1]["column"] == "mean of 3" and 140 < rows[-1]["longest"] <= 160
     rows = evaluate("phonebook", tmp_path, *words, "--samples", "2", "--lengths", "300,600")
     assert [row["length"] for row in rows] == [300, 600] and rows[1]["longest"] > 500

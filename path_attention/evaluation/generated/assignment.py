@@ -144,7 +144,8 @@ def assignment_sample(
 ) -> Sample:
     """A trace of as many statements as fit, and one variable to print.
 
-    Its `more` asks for the other variables too, each after the one before: for training texts.
+    Its difficulty is the distance of "last_value", else the number of statements behind the
+    constants. Its `more` asks for the other variables too, one by one: for texts to train on.
 
     Args:
         task: one of `TASKS`.
@@ -167,10 +168,19 @@ def assignment_sample(
     def build(statements: int) -> Sample:
         trace = tracer.trace(statements)
         answers = [str(trace.values[name]) for name in trace.asked]
+        distant = task == "last_value"
         more = tuple(
             (f"; print({name}) ->", answer)
             for name, answer in zip(trace.asked[1:], answers[1:], strict=True)
         )
-        return Sample(trace.text, "", (answers[0],), _NEW_TOKENS, length, more=more)
+        return Sample(
+            trace.text,
+            "",
+            (answers[0],),
+            _NEW_TOKENS,
+            length,
+            difficulty=trace.distance if distant else statements - tracer.least,
+            more=more,
+        )
 
     return fill(build, count_tokens, least=tracer.least, most=_MOST)

@@ -21,6 +21,7 @@ class Sample:
         length: the context asked for: prompt, prefix and answer together fit into it.
         question: what is asked, where the metric reads it.
         delimiter: between prompt and prefix.
+        difficulty: of what the answer hangs on, as a number of steps; None where there is none.
         more: further questions behind the first answer, each with its own; for texts to train on.
     """
 
@@ -31,6 +32,7 @@ class Sample:
     length: int
     question: str = ""
     delimiter: str = " "
+    difficulty: int | None = None
     more: tuple[tuple[str, str], ...] = ()
 
     @property

@@ -35,6 +35,7 @@ class Scored:
         answer: what the model wrote, or which choice it took.
         filter: lm-eval's name of how the answer was read.
         scores: by metric.
+        difficulty: `Sample.difficulty`.
     """
 
     planned: Planned
@@ -45,6 +46,7 @@ class Scored:
     answer: str
     filter: str
     scores: Mapping[str, Any]
+    difficulty: int | None = None
 
     def as_line(self) -> dict[str, Any]:
         """The form in which it is kept."""
@@ -52,6 +54,7 @@ class Scored:
             "task": self.planned.name,
             "column": self.planned.column,
             "length": self.place,
+            "difficulty": self.difficulty,
             "document": self.document,
             "filter": self.filter,
             "scores": dict(self.scores),
@@ -107,6 +110,7 @@ def _scored(planned: Planned, sample: Mapping[str, Any]) -> Scored:
         answer=answers[0] if isinstance(answers[0], str) else json.dumps(answers),
         filter=sample["filter"],
         scores={name: sample[name] for name in sample["metrics"]},
+        difficulty=sample["doc"].get("difficulty") if planned.samples else None,
     )
 
 
@@ -137,11 +141,13 @@ def make_rows(
         aggregate = task.aggregation()[metric]
         score = float(aggregate(values))
         low, high = score_interval(values, aggregate, seed)
+        hard = [one.difficulty for one in mine if one.difficulty is not None]
         seen = [lm.contexts[name] for name in {one.planned.name for one in mine}]
         row = {"model": model, "column": column, "length": place, "filter": how, "metric": metric}
         row |= {"score": _finite(score), "low": _finite(low), "high": _finite(high)}
         row |= {
             "documents": len(values),
+            "difficulty": round(sum(hard) / len(hard), 2) if hard else None,
             "shots": task.config.num_fewshot or 0,
             "context": lm.context,
             "longest": max(context.longest for context in seen),
@@ -174,6 +180,7 @@ def _means(rows: Sequence[dict[str, Any]], suite: Suite) -> list[dict[str, Any]]
                 "low": low,
                 "high": high,
                 "documents": sum(row["documents"] for row in mine),
+                "difficulty": None,
                 "longest": max(row["longest"] for row in mine),
                 "cut": sum(row["cut"] for row in mine),
             }
