@@ -37,24 +37,29 @@ TAILS = torch.arange(25, dtype=torch.float64) / 4  # u of P(|score| ≥ u)
 
 @dataclass
 class Totals:
-    """Sums and greatest values by name, float64 on the CPU; those of other sequences add up."""
+    """Sums and greatest values by name, float64; those of other sequences add up."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     most: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, **named: Tensor) -> None:
         for name, x in named.items():
-            x = x.detach().double().cpu()
+            x = x.detach().double()
             self.sums[name] = self.sums[name] + x if name in self.sums else x
 
     def raise_to(self, **named: Tensor) -> None:
         for name, x in named.items():
-            x = x.detach().double().cpu()
+            x = x.detach().double()
             self.most[name] = torch.maximum(self.most[name], x) if name in self.most else x
 
     def merge(self, other: Totals) -> None:
         self.add(**other.sums)
         self.raise_to(**other.most)
+
+    def cpu(self) -> Totals:
+        """The same on the CPU."""
+        parts = ({name: x.cpu() for name, x in part.items()} for part in (self.sums, self.most))
+        return Totals(*parts)
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,7 @@ class Probes:
 
 @torch.no_grad()
 def measure(routes: Routes, probes: Probes, near: int, segment: int = SEGMENT) -> Totals:
-    """Everything of one layer on one sequence; sums that `Totals.merge` adds up.
+    """Everything of one layer on one sequence, on the CPU; sums that `Totals.merge` adds up.
 
     Args:
         routes: T tokens.
@@ -118,7 +123,7 @@ def measure(routes: Routes, probes: Probes, near: int, segment: int = SEGMENT) -
         sums.meet(tile)
         _routes_at(routes, probes, tile.moved, tile.first, tile.start, totals)
     sums.into(totals)
-    return totals
+    return totals.cpu()
 
 
 def mean_transport(routes: Routes, totals: Totals, piece: int = 256) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from path_attention.analysis.capture import visit_layers
 from path_attention.analysis.measure import Probes, measure
 from path_attention.analysis.routes import Routes, walk
+from path_attention.analysis.summary import summary
 from path_attention.models import PRESETS, PathAttentionConfig, PathAttentionForCausalLM
 from path_attention.nn.attention import Attention
 
@@ -115,3 +116,19 @@ def test_bad_models_and_tokens_are_refused() -> None:
         visit_layers(torch.nn.Linear(2, 2), torch.zeros(1, 4, dtype=torch.long), lambda n, r: None)
     with pytest.raises(ValueError, match="input_ids: expected one sequence"):
         visit_layers(model_of("nope"), torch.zeros(2, 4, dtype=torch.long), lambda n, r: None)
+
+
+def test_queries_that_are_moved_in_another_way_are_measured_where_they_stand() -> None:
+    """An encoding of one's own, of which nothing is known but where it moves q and k."""
+    rng = torch.Generator().manual_seed(0)
+    q, k, bare = (torch.randn(TOKENS, 2, 4, generator=rng).double() for _ in range(3))
+    routes = Routes(q, k, k, bare, bare, 0.5)
+    assert routes.kind == "other"
+    rows = summary(measure(routes, Probes.spread((TOKENS,), 4, TOKENS), 8), (TOKENS,), 8)
+    heads = [row for row in rows if row["kind"] == "head"]
+    assert all(row["spectral_norm"] is None and row["query_window"] is None for row in heads)
+    still = Routes.of(q, k, k, scale=0.5)
+    known = summary(measure(still, Probes.spread((TOKENS,), 4, TOKENS), 8), (TOKENS,), 8)
+    for row, other in zip(rows, known, strict=True):
+        if row["kind"] == "context":
+            assert row["far_mass"] == other["far_mass"] and row["gap"] == other["gap"]
