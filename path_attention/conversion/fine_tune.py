@@ -239,6 +239,7 @@ class FineTune:
             lengths=tuple(lengths),
             tasks=self._tasks(),
             seed=FIRST_SEED * (1 + self.seed),
+            lessons=True,
         )
         return [
             (f"{planned.name}/{n}", sample)

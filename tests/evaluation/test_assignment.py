@@ -11,7 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from path_attention.evaluation.generated.assignment import TASKS, Tracer, assignment_sample
+from path_attention.evaluation.generated.assignment import (
+    TASKS,
+    Tracer,
+    assignment_lesson,
+    assignment_sample,
+)
 from path_attention.evaluation.generated.sample import Sample
 from path_attention.evaluation.generated.solved import AnswerTokens, solve, write_solved
 from path_attention.training.objective import Objective
@@ -90,6 +95,30 @@ def test_samples_fill_their_length(task) -> None:
         told = [(asked, sample.references[0]), *sample.more]
         found = {re.search(r"print\((.)\) ->$", text)[1]: int(answer) for text, answer in told}
         assert found == values
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_lessons_ask_on_their_way(task) -> None:
+    asked_on_the_way = 0
+    for seed in range(20):
+        lesson = assignment_lesson(task, seed, 300, count)
+        if task == "last_value":
+            assert lesson == assignment_sample(task, seed, 300, count)
+            continue
+        text = "".join(f"{asked} {answer}" for asked, answer in lesson.questions)
+        short = text[: text.rindex(lesson.questions[-4][0])]  # to the first answer at the end
+        assert 270 < count(short) <= 300
+        names: dict = {}
+        for part in text.split("; "):
+            told = re.fullmatch(r"print\((.)\) -> (\d)", part)
+            if told:
+                assert names[told[1]] == int(told[2])
+            else:
+                exec(part, {"__builtins__": {}}, names)
+        tail = [re.search(r"\((.)\)", asked)[1] for asked, _ in lesson.questions[-5:]]
+        assert sorted(tail) == sorted(names)
+        asked_on_the_way += len(lesson.questions) - 5
+    assert task == "last_value" or 20 * 4 < asked_on_the_way < 20 * 12
 
 
 def test_bad_input_is_named() -> None:

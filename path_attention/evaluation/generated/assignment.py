@@ -26,6 +26,7 @@ VARIABLES = 5
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _CONSTANT, _COPY = 0.2, 0.4  # of "mixed": below the first a constant, below the second a copy
 _MOST = 1_000_000
+_PRINTED_EVERY = 3  # statements, of a lesson
 _NEW_TOKENS = 4  # a digit, with room
 
 
@@ -113,6 +114,12 @@ class Tracer:
         distance = next(n for n, names in enumerate(reversed(written)) if self.asked[0] in names)
         return Trace(tuple(lines), values, self.asked, distance)
 
+    def held(self, statements: int) -> dict[str, int]:
+        """What variables hold after so many statements, but for "last_value"."""
+        while len(self._statements) < statements - self.least:
+            self._step()
+        return self._values[statements - self.least]
+
     def _step(self) -> None:
         values, rng = dict(self._values[-1]), self.rng
         kind = {"last_value": 0.0, "swaps": 1.0}.get(self.task)
@@ -184,3 +191,58 @@ def assignment_sample(
         )
 
     return fill(build, count_tokens, least=tracer.least, most=_MOST)
+
+
+def assignment_lesson(
+    task: str,
+    seed: int,
+    length: int,
+    count_tokens: CountTokens,
+    variables: int = VARIABLES,
+) -> Sample:
+    """A trace that prints some variable after about every third statement, and all at its end.
+
+    To train on, beside samples that print at the end alone: its first answers hang on few
+    statements. Of "last_value", whose answers hang on one, it is such a sample.
+
+    Args: as `assignment_sample`.
+
+    >>> lesson = assignment_lesson("swaps", 1, 32, lambda text: len(text.split()), variables=2)
+    >>> text = "".join(f"{asked} {answer}" for asked, answer in lesson.questions)
+    >>> text[:42]
+    'l = 2; n = 8; n, l = l, n; print(n) -> 2; '
+    >>> text[42:]
+    'l, n = n, l; print(n) -> 8; print(l) -> 2; print(n) -> 8'
+    """
+    if task == "last_value":
+        return assignment_sample(task, seed, length, count_tokens, variables)
+    tracer = Tracer(task, np.random.default_rng(seed), variables)
+    rng = np.random.default_rng([seed, 1])
+    printed: list[str | None] = []  # behind each statement
+
+    def build(statements: int) -> Sample:
+        while len(printed) < statements:
+            wanted = rng.random() < 1 / _PRINTED_EVERY
+            name = tracer.names[int(rng.integers(variables))]
+            printed.append(name if wanted and len(printed) >= tracer.least else None)
+        questions, text = [], ""
+        for n, line in enumerate(tracer.trace(statements).statements):
+            text += f"; {line}" if n else line
+            name = printed[n]
+            if name is not None:
+                value = tracer.held(n + 1)[name]
+                questions.append((f"{text}; print({name}) ->", str(value)))
+                text = ""
+        end = tracer.trace(statements)
+        for name in end.asked:
+            questions.append((f"{text}; print({name}) ->", str(end.values[name])))
+            text = ""
+        (prompt, answer), *more = questions
+        return Sample(prompt, "", (answer,), _NEW_TOKENS, length, more=tuple(more))
+
+    def whole(statements: int) -> Sample:
+        *before, (last, _) = build(statements).questions[: 1 - variables]
+        text = "".join(f"{asked} {answer}" for asked, answer in before) + last
+        return Sample(text, "", (), _NEW_TOKENS, length, difficulty=statements)
+
+    return build(fill(whole, count_tokens, least=tracer.least, most=_MOST).difficulty or 0)

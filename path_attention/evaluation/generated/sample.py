@@ -46,14 +46,14 @@ class Sample:
         del row["more"]
         return row
 
-    def solved(self) -> list[tuple[str, str]]:
-        """What is read and what is to be written behind it, one after the other.
+    @property
+    def questions(self) -> list[tuple[str, str]]:
+        """What is read, and the answer behind it, one after the other.
 
-        >>> Sample("Who?", "Answer:", ("Ann", "Bo"), 8, 64, delimiter="\\n").solved()
-        [('Who?\\nAnswer:', ' Ann, Bo')]
+        >>> Sample("Who?", "Answer:", ("Ann", "Bo"), 8, 64, delimiter="\\n").questions
+        [('Who?\\nAnswer:', 'Ann, Bo')]
         """
-        asked = [(self.text, ", ".join(self.references)), *self.more]
-        return [(text, f" {answer}") for text, answer in asked]
+        return [(self.text, ", ".join(self.references)), *self.more]
 
 
 def fill(

@@ -45,8 +45,8 @@ def solve(
     """
     ids: list[Any] = [tokenizer.bos_token_id] if starts else []  # pyright: ignore
     answers = [False] * len(ids)
-    for parts in sample.solved():
-        for text, written in zip(parts, (False, True), strict=True):
+    for asked, answer in sample.questions:
+        for text, written in ((asked, False), (f" {answer}", True)):
             found: list[int] = tokenizer.encode(text, add_special_tokens=False)
             ids += found
             answers += [written] * len(found)
@@ -73,7 +73,7 @@ def write_solved(
     tokens = np.concatenate([np.asarray(ids, dtype) for ids, _ in documents])
     answers = np.concatenate([np.asarray(mask, bool) for _, mask in documents])
     heldout = np.arange(len(samples)) % _HELD_OUT == _HELD_OUT - 1
-    sizes = [sum(len((a + b).encode()) for a, b in sample.solved()) for sample in samples]
+    sizes = [sum(len(f"{q} {a}".encode()) for q, a in sample.questions) for sample in samples]
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

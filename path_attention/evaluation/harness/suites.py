@@ -94,6 +94,7 @@ class Sources:
         lengths: tokens of context, for suites that have none of their own.
         tasks: of the suite; none for all.
         seed: of generated samples.
+        lessons: samples are to be trained on: every second one may ask on its way too.
     """
 
     load: Load
@@ -103,6 +104,7 @@ class Sources:
     lengths: tuple[int, ...] = ()
     tasks: tuple[str, ...] = ()
     seed: int = 0
+    lessons: bool = False
 
     def chosen(self, known: Iterable[str]) -> list[str]:
         """The tasks asked for, in the suite's order. Raises ValueError on one it has not."""
@@ -204,8 +206,11 @@ def variable_assignment(sources: Sources) -> list[Planned]:
     planned = []
     for length in sources.lengths:
         for name in sources.chosen(assignment.TASKS):
+            made = (assignment.assignment_sample, assignment.assignment_lesson)
             samples = [
-                assignment.assignment_sample(name, sources.seed + n, length, sources.count_tokens)
+                made[n % 2 if sources.lessons else 0](
+                    name, sources.seed + n, length, sources.count_tokens
+                )
                 for n in range(sources.samples)
             ]
             task = sample_task(
