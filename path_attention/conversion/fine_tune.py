@@ -96,6 +96,8 @@ class FineTune:
     """Text that facts are hidden in: files, folders, globs, or "stdlib"."""
     labels: tuple[str, ...] = ()
     """A name for each model; default: the folder's."""
+    prepare: bool = False
+    """Make starts and samples alone and stop, for a machine whose time is dear."""
     out: Path = Path("runs/fine_tuned")
     batch_size: int | None = None
     """Rows read at once in tests; default: as many as fit."""
@@ -124,6 +126,10 @@ class FineTune:
         sources = dict(zip(models, self.models, strict=True))
         longest = max(*trained, *parse_lengths(tested))
         starts = {label: self._start(label, source, longest) for label, source in sources.items()}
+        if self.prepare:
+            for start in starts.values():
+                print(self.corpus(start, trained).path)
+            return
         for label, start in starts.items():
             outcome = self._train(label, start, trained)
             if outcome is not None:

@@ -47,6 +47,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def test_teacher_and_student_by_one_recipe(models, tmp_path, capsys) -> None:
     words = ["evaluate", "fine_tune", "variable_assignment", *models, *WORDS]
+    cli.main([*words, "--out", str(tmp_path), "--prepare"])
+    made = capsys.readouterr().out.split()
+    assert made[0] == made[1] and not (tmp_path / "trained").exists()
     cli.main([*words, "--out", str(tmp_path)])
     rows = read_result(tmp_path / "variable_assignment.json")["rows"]
     assert {(r["model"], r["column"], r["length"]) for r in rows} == {
