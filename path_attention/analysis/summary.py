@@ -205,7 +205,10 @@ def score_rows(totals: Totals, head: int) -> Iterator[Row]:
 
 
 def tail_rows(totals: Totals, head: int) -> Iterator[Row]:
-    """Shares of |score| at least u times what a random one scatters by, beside 2 e^{−u²/2}."""
+    """Shares of |score| at least u times what a random one scatters by, beside 2 e^{−u²/2}.
+
+    That is ‖q‖‖k‖/√d, for rotations √(Σ |q_n|²|k_n|²) over pairs: `cap_tail`, `hoeffding_tail`.
+    """
     counts = totals.sums["tails"][head]
     beyond = counts.flip(1).cumsum(1).flip(1)[:, 1:]
     whole = counts.sum(1)
