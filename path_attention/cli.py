@@ -198,6 +198,16 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
         "BenchmarkGeneration",
         "tokens a second of whole models beside RoPE's, and forks",
     ),
+    ("benchmark", "serving"): (
+        "path_attention.benchmarks.serving",
+        "BenchmarkServing",
+        "requests at once, beside transformers' continuous batching",
+    ),
+    ("benchmark", "serving_load"): (
+        "path_attention.benchmarks.serving_load",
+        "BenchmarkServingLoad",
+        "many clients over HTTP, each answer compared with its own alone",
+    ),
     ("benchmark", "encodings"): (
         "path_attention.benchmarks.encodings",
         "BenchmarkEncodings",

@@ -36,7 +36,7 @@ ALLOWED = {
     "conversion": CONVERSION,
     "recipes": CONVERSION | {"recipes"},
     "serving": MODELS | {"serving"},
-    "benchmarks": TRAINING | {"conversion", "benchmarks"},
+    "benchmarks": TRAINING | {"conversion", "serving", "benchmarks"},
     "results": set(),
     "cli": CONVERSION | {"recipes", "serving", "benchmarks"},
     "__main__": {"cli"},

@@ -1,0 +1,64 @@
+"""The server's benchmarks: their rows, and a load in which every answer must be right."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from path_attention.benchmarks import serving
+from path_attention.benchmarks.serving import BenchmarkServing
+from path_attention.benchmarks.serving_load import BenchmarkServingLoad, Case, Tally, _largest_gap
+from path_attention.results import read_result
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch) -> None:
+    monkeypatch.setitem(serving.SHAPES, "small", (32, 1, 2, 60))
+
+
+def test_bursts_with_and_without_reuse() -> None:
+    options = BenchmarkServing(
+        shape="small", presets="path", concurrency="1,3", prompt=300, shared=270, output=4,
+        rounds=1, prefill=64, peer=False,
+    )  # fmt: skip
+    said: list[str] = []
+    rows = options.measure(CPU, said.append)
+    assert [(row["concurrency"], row["reuse"]) for row in rows] == [
+        (1, True), (1, False), (3, True), (3, False)
+    ]  # fmt: skip
+    assert len(said) == 4
+    for reused, whole in (rows[:2], rows[2:]):
+        assert 0 < reused["first_token_ms"] <= reused["first_token_p95_ms"]
+        assert whole["tokens_per_second"] > 0
+    prompts = options._prompts(2, 0, 60) + options._prompts(2, 1, 60)
+    assert len({tuple(p[:270]) for p in prompts}) == 1
+    assert len({tuple(p[270:]) for p in prompts}) == 4
+    with pytest.raises(ValueError, match="shared: expected less than 300, got 300"):
+        dataclasses.replace(options, shared=300).measure(CPU, said.append)
+
+
+def test_a_short_load(tmp_path, capsys) -> None:
+    options = BenchmarkServingLoad(
+        shape="small", clients=6, seconds=1.0, cases=4, prompt=200, output=12, rows=4,
+        device="cpu", out=tmp_path / "load",
+    )  # fmt: skip
+    options.run()
+    (row,) = read_result(tmp_path / "load.json")["rows"]
+    assert row["equal"] > 0 and row["lost"] == row["different"] == 0 and row["largest_gap"] is None
+    assert row["cache_bytes_after"] == row["running_answers_after"] == 0
+    assert (tmp_path / "load.png").stat().st_size > 0
+
+
+def test_a_gap_is_that_of_the_first_other_token() -> None:
+    model = serving.make_model("small", "path", CPU, torch.float32)
+    case = Case([3, 4], 3, [5, 6, 7])
+    with torch.no_grad():
+        logprobs = model(torch.tensor([[3, 4, 5]])).logits[0, -1].log_softmax(0)
+    gap = float((logprobs[6] - logprobs[8]).abs())
+    assert _largest_gap(model, [(case, [5, 8, 9])]) == pytest.approx(gap, rel=1e-2)
+    assert _largest_gap(model, [(case, [5])]) == float("inf")
+    assert _largest_gap(model, Tally().different) is None
