@@ -121,5 +121,6 @@ def _activations(
         kept = layers * layer
     if stage == "attention":
         return kept
-    logits = 5 * 4 * CHUNK if stage == "logits" else 3 * 4 * tokens * config.vocab_size
+    made = tokens * config.vocab_size
+    logits = 5 * 4 * min(CHUNK, made) if stage == "logits" else 3 * 4 * made
     return kept + logits + 4 * config.vocab_size * config.hidden_size
