@@ -58,7 +58,13 @@ class LayerCache(SealedUnits):
         """
         if w is None and log_forget is None:
             return self.extend_plain(q, k, v, scale=scale, chunk=chunk)
-        out, lse = path_attention(q, k, v, w, beta, log_forget, scale=scale, return_lse=True)
+        if q.shape[1] == 1 and not torch.is_grad_enabled():  # a token alone takes its own value
+            groups = q.shape[2] // k.shape[2]
+            out, own = (x.repeat_interleave(groups, 2).to(q.dtype) for x in (v, k))
+            dtype = torch.promote_types(q.dtype, torch.float32)
+            lse = scale * (q.to(dtype) * own.to(dtype)).sum(-1)
+        else:
+            out, lse = path_attention(q, k, v, w, beta, log_forget, scale=scale, return_lse=True)
         return self.extend(out, lse, q, k, v, w, beta, log_forget, scale=scale, chunk=chunk)
 
     def extend(

@@ -154,10 +154,6 @@ class StaticLayerCache(LayerCache):
 
     def _settle_tables(self, state: DecodeState, n: int, units: slice) -> None:
         group, last = self.groups[n], n == len(self.groups) - 1
-        for name, to in (("transition", state.product), ("forget", state.forget)):
-            x = group.read_units(name, self.unit)
-            if x is not None and to is not None:
-                to[:, units] = x
         suffix, fade = (
             x if x is None or group.rows is None else x.index_select(0, group.rows)
             for x in (group.suffix, group.fade)
@@ -330,11 +326,11 @@ def _settle_tail(state: DecodeState, tail: Tail, done: int) -> None:
             if product is not None and state.ring is not None and state.tail is not None:
                 D = keys.shape[3]
                 state.ring[:, :, slots, :D] = keys.transpose(1, 2).float()
-                state.tail[:, :, :D, :D] = product
+                state.tail[:, 0, :, :D, :D] = product
             if behind is not None and total is not None and state.tail_fade is not None:
                 assert state.ring_fade is not None
                 state.ring_fade[:, :, slots] = behind.transpose(1, 2).float()
-                state.tail_fade.copy_(total)
+                state.tail_fade[:, 0] = total
         at += count
 
 
@@ -347,13 +343,11 @@ def _seal(
 ) -> None:
     """Carry the first `units` units over a further one."""
     matrices = _matrices(state, units)
-    if product is not None and matrices is not None and state.product is not None:
+    if product is not None and matrices is not None:
         every = torch.cat([matrices @ product[:, None], identity(product)[:, None]], 1)
         _set_matrices(state, slice(0, units + 1), every)
-        state.product[:, units] = product
     if total is not None and behind is not None and state.unit_fade is not None:
         state.unit_fade[:, :units] += total[:, None]
-        assert state.forget is not None and state.fade is not None
-        state.forget[:, units] = total
+        assert state.fade is not None
         place = slice(units * state.unit, (units + 1) * state.unit)
         state.fade[:, :, place] = behind.transpose(1, 2)

@@ -60,10 +60,11 @@ class DecodeState(NamedTuple):
     valid: Tensor | None  # uint8 [B, N], 0 where no query may look
     ring: Tensor | None  # float32 [B, H, ring, DP], the tail's keys where the queries stand
     ring_fade: Tensor | None  # float32 [B, HQ, ring], Σ log_forget from after each to there
-    tail: Tensor | None  # float32 [B, H, DP, DP], transition of the tail
-    tail_fade: Tensor | None  # float32 [B, HQ], Σ log_forget of the tail
-    product: Tensor | None  # float32 [B, U, H, D, D], transition of each unit
-    forget: Tensor | None  # float32 [B, U, HQ], Σ log_forget of each unit
+    tail: Tensor | None  # float32 [B, 2, H, DP, DP], transition of the tail at `turn`
+    turn: Tensor | None  # int32 [B], 0 or 1 by turns
+    tail_fade: Tensor | None  # float32 [B, 2, HQ], Σ log_forget of the tail at `turn`
+    product: Tensor | None  # [B, H, 2, D, D], that of the last complete unit, as high + low
+    forget: Tensor | None  # float32 [B, HQ], its Σ log_forget
     high: Tensor | None  # [B, U, H, D, D], product of those behind each, as high + low
     low: Tensor | None  # in float16; float32 and no low for float32 keys
     fade: Tensor | None  # float32 [B, HQ, N], Σ log_forget from after each key to its unit's end
@@ -79,12 +80,6 @@ class DecodeState(NamedTuple):
         """Places of the tail: a unit's, and those of a chunk that completes it."""
         return self.unit + 64
 
-    @property
-    def of_chunks(self) -> tuple[Tensor | None, ...]:
-        """What a chunk changes besides keys and values."""
-        tail = (self.valid, self.ring, self.ring_fade, self.tail, self.tail_fade)
-        return (*tail, self.product, self.forget)
-
     @classmethod
     def make(
         cls, k: Tensor, v: Tensor, heads: int, room: int, unit: int, *, moves: bool, fades: bool
@@ -94,8 +89,7 @@ class DecodeState(NamedTuple):
         U = -(-room // unit)
         wide, DP = k.new_zeros(0, dtype=torch.float32), max(64, 1 << (D - 1).bit_length())
         half = torch.float32 if k.dtype == torch.float32 else torch.float16
-        ring, gates = unit + 64, (B, U, heads)
-        matrices = (B, U, H, D, D)
+        ring, matrices = unit + 64, (B, U, H, D, D)
         return cls(
             unit,
             k.new_zeros(B, H, U * unit, D),
@@ -104,14 +98,15 @@ class DecodeState(NamedTuple):
             None,
             wide.new_zeros(B, H, ring, DP) if moves else None,
             wide.new_zeros(B, heads, ring) if fades else None,
-            wide.new_zeros(B, H, DP, DP) if moves else None,
+            wide.new_zeros(B, 2, H, DP, DP) if moves else None,
+            wide.new_zeros(B, dtype=torch.int32) if moves or fades else None,
+            wide.new_zeros(B, 2, heads) if fades else None,
+            wide.new_zeros(B, H, 2, D, D, dtype=half) if moves else None,
             wide.new_zeros(B, heads) if fades else None,
-            wide.new_zeros(matrices) if moves else None,
-            wide.new_zeros(gates) if fades else None,
             wide.new_zeros(matrices, dtype=half) if moves else None,
             wide.new_zeros(matrices, dtype=half) if moves and half != torch.float32 else None,
             wide.new_zeros(B, heads, U * unit) if fades else None,
-            wide.new_zeros(gates) if fades else None,
+            wide.new_zeros(B, U, heads) if fades else None,
         )
 
     def tensors(self) -> dict[str, Tensor]:
@@ -144,7 +139,7 @@ def decode_step(
     Returns:
         `[B, T, HQ, DV]` in q's dtype.
     """
-    from path_attention.ops.triton.decode import triton_decode_step
+    from path_attention.ops.triton.step import triton_decode_step
 
     return triton_decode_step(state, q, k, v, w, beta, log_forget, valid, scale)
 

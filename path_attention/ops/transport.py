@@ -38,10 +38,28 @@ def chunk_transport(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tens
         return _Transport.apply(*(x.to(dtype) for x in (q, k, w, beta)))
 
 
+def _has_kernel(k: Tensor, w: Tensor) -> bool:
+    """Whether a chunk is short enough for the one launch of a GPU that can."""
+    if k.device.type != "cuda" or k.dtype == torch.float64:
+        return False
+    from path_attention.ops.triton.device import device_lacks
+
+    if device_lacks(k.device.type, k.device.index) is not None:
+        return False
+    from path_attention.ops.triton.transport import LONGEST
+
+    return w.shape[1] <= LONGEST and k.shape[3] <= 256
+
+
 class _Transport(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
         B, _, H, D = k.shape
+        if _has_kernel(k, w):
+            from path_attention.ops.triton.transport import triton_transport
+
+            ctx.save_for_backward(q, k, w, beta)
+            return triton_transport(q, k, w, beta)
         group, x = _gather(q, k, w, beta)
         moved = tree._start(tree._solve(group, x))
         for level in tree._levels(group):

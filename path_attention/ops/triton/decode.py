@@ -1,45 +1,34 @@
-"""Decoding on NVIDIA GPUs: split-KV attention to sealed units, and a whole step in four launches.
+"""Decoding over a cache that grows, on NVIDIA GPUs: split-KV attention to its groups of keys.
 
-docs/algorithm.md §5. `append_kernel` takes a chunk of up to 16 tokens in: keys of the tail pass it
-(float32, in place), the tail's transition passes it as if its rows were keys, the chunk attends
-itself and the tail. `units_kernel` splits the sealed units over the device; a query is moved to a
+docs/algorithm.md §5. `units_kernel` splits a group's keys over the device; a query is moved to a
 unit's end where its keys are read, by one matrix in float16. `merge_kernel` merges the parts by
-log-sum-exp. `seal_kernel` does nothing but where a unit became complete: then the tail's keys are
-the unit's for ever, and each earlier unit's matrix is carried over it.
-
-Lengths are on the device and nothing waits for the host, so a step can be captured in a CUDA graph
-and replayed. The matrices M are kept as a float16 sum high + low, of which queries take the high.
+log-sum-exp.
 """
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from path_attention.ops.decode import DecodeState, KeyGroup, Past, by_key_head, move_back
+from path_attention.ops.decode import KeyGroup, Past, by_key_head, move_back
 from path_attention.ops.triton.call import either
-from path_attention.ops.triton.decode_kernels import (
-    append_kernel,
-    merge_kernel,
-    seal_kernel,
-    units_kernel,
-)
+from path_attention.ops.triton.decode_kernels import merge_kernel, units_kernel
 from path_attention.ops.triton.tiles import padded
 
 _CPU_SPLITS = 3  # of the interpreter, where there is nothing to fill
-_MERGED = 16  # parts at once
+_MERGED = 64  # parts at once, at most
+_FILLED = 0.95  # of the best use of places
 
 
 class Tiles(NamedTuple):
     """What the kernels are compiled for: rows and keys a tile, pipeline depth, warps.
 
-    `programs`: of `units_kernel` that a multiprocessor holds at once; `least`: keys of a split that
-    are worth one.
+    `programs`: that a multiprocessor holds at once; `least`: keys of a split that are worth one.
     """
 
     rows: int
@@ -48,34 +37,36 @@ class Tiles(NamedTuple):
     warps: int
     programs: int
     least: int = 256
-    append_warps: int = 4
-    seal_warps: int = 4
 
 
 def choose_tiles(width: int, rows: int, itemsize: int) -> Tiles:
     """For head sizes padded to `width`, rows of a key head, and the keys' bytes an element."""
     rows = min(64, max(16, triton.next_power_of_2(rows)))
     bytes_of_a_token = 2 * width * itemsize
-    keys = 64 if bytes_of_a_token <= 512 else 32
-    stages = 3 if bytes_of_a_token <= 1024 else 2
-    programs = 4 if bytes_of_a_token <= 256 else 2
-    return Tiles(rows, keys, stages, 4, programs, append_warps=4 if width <= 64 else 8)
+    keys = 128 if bytes_of_a_token <= 256 else 64 if bytes_of_a_token <= 512 else 32
+    return Tiles(rows, keys, 3 if bytes_of_a_token <= 1024 else 2, 4, 2)
 
 
 @lru_cache
-def _multiprocessors(index: int | None) -> int:
+def multiprocessors(index: int | None) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 def choose_splits(programs: int, length: int, tiles: Tiles, device: torch.device) -> int:
-    """Splits of `length` keys: with so many programs each, all at once on the device."""
+    """Splits of `length` keys, each of so many programs: few that leave hardly a place idle.
+
+    Programs run in waves, as many at once as the device holds.
+    """
     most = max(1, -(-length // tiles.least))
     if device.type != "cuda":
         return min(most, _CPU_SPLITS)
-    return max(1, min(most, _multiprocessors(device.index) * tiles.programs // programs))
+    places = multiprocessors(device.index) * tiles.programs
+    waves = [programs * n / places for n in range(1, min(most, places) + 1)]
+    filled = [x / math.ceil(x) for x in waves]
+    return next(n for n, x in enumerate(filled, 1) if x >= _FILLED * max(filled))
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """Sizes of the rows of a call, and where its partial results go."""
 
     B: int
@@ -97,11 +88,11 @@ class _Rows(NamedTuple):
         return common | {"DP": padded(self.D), "DVP": padded(self.DV)}
 
 
-def _rows(q: Tensor, H: int, DV: int, parts: int) -> _Rows:
+def make_rows(q: Tensor, H: int, DV: int, parts: int) -> Rows:
     B, T, HQ, D = q.shape
     shape = (parts, B * H, T * (HQ // H))
     out = q.new_empty(*shape, padded(DV), dtype=torch.float32)
-    return _Rows(B, T, H, HQ // H, D, DV, out, out.new_empty(shape))
+    return Rows(B, T, H, HQ // H, D, DV, out, out.new_empty(shape))
 
 
 # --- The past of a cache that grows --------------------------------------------------------------
@@ -134,16 +125,16 @@ def triton_decode(
         )
         for (g, _, _), t in zip(todo, tiles, strict=True)
     ]
-    rows, first = _rows(q, H, DV, sum(splits)), 0
+    rows, first = make_rows(q, H, DV, sum(splits)), 0
     with torch.cuda.device_of(q):
         for (group, moved, late), t, n in zip(todo, tiles, splits, strict=True):
             _attend_group(rows, group, moved, late, scale, t, first, n)
             first += n
-        return _merge(rows, q.new_empty(0), None)
+        return merge_parts(rows, q)
 
 
 def _attend_group(
-    rows: _Rows,
+    rows: Rows,
     group: KeyGroup,
     q: Tensor,
     elapsed: Tensor | None,
@@ -167,13 +158,13 @@ def _attend_group(
     cb, ct, ch = strides[1]
     units_kernel[(splits, rows.B * H, triton.cdiv(rows.count, tiles.rows))](
         x, either(late, x), k, v, either(move, x), either(group.decay, x), either(fade, x),
-        either(valid, x), either(group.rows, x), x, rows.parts, rows.lses, scale, k.shape[1],
+        either(valid, x), either(group.rows, x), rows.parts, rows.lses, scale, k.shape[1],
         max(1, k.shape[1] // units), rows.count, first,
         k.stride(0), k.stride(2), k.stride(1), v.stride(0), v.stride(2), v.stride(1),
         *strides[0], cb, ch, ct, *_table_strides(fade, 2), 0 if valid is None else valid.stride(0),
         **rows.sizes, BR=tiles.rows, BN=tiles.keys, STAGES=tiles.stages, MOVE=move is not None,
         GATE=gate, FADE=fade is not None, VALID=valid is not None, INDEX=group.rows is not None,
-        SEEN=False, WHOLE=False, num_warps=tiles.warps,
+        num_warps=tiles.warps,
     )  # fmt: skip
 
 
@@ -186,87 +177,18 @@ def _table_strides(x: Tensor | None, count: int) -> tuple[int, ...]:
     return (0,) * count if x is None else x.stride()[:count]
 
 
-def _merge(rows: _Rows, out: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
-    """out `[B, T, HQ, DV]` in out's dtype, lse in float32; `seen` moves on by T."""
+def merge_parts(
+    rows: Rows, q: Tensor, seen: Tensor | None = None, turn: Tensor | None = None, **early: bool
+) -> tuple[Tensor, Tensor]:
+    """out `[B, T, HQ, DV]` in q's dtype, lse in float32; `seen` moves on by T, `turn` turns."""
     HQ = rows.H * rows.G
-    out = out.new_empty(rows.B, rows.T, HQ, rows.DV)
+    out = q.new_empty(rows.B, rows.T, HQ, rows.DV)
     lse = rows.lses.new_empty(rows.B, rows.T, HQ)
     sizes = {n: rows.sizes[n] for n in ("H", "G", "DV", "DVP")}
+    parts = rows.parts.shape[0]
     merge_kernel[(rows.B * rows.H, rows.count)](
-        rows.parts, rows.lses, out, lse, either(seen, out), rows.parts.shape[0], rows.count, rows.T,
-        **sizes, BP=_MERGED, ADVANCE=seen is not None, num_warps=2,
+        rows.parts, rows.lses, out, lse, either(seen, out), either(turn, out), parts, rows.count,
+        rows.T, **sizes, BP=min(_MERGED, triton.next_power_of_2(parts)), ADVANCE=seen is not None,
+        TURN=turn is not None, EARLY=bool(early), num_warps=4, **early,
     )  # fmt: skip
     return out, lse
-
-
-# --- A step of a static cache --------------------------------------------------------------------
-
-
-def triton_decode_step(
-    state: DecodeState,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w: Tensor | None,
-    beta: Tensor | None,
-    log_forget: Tensor | None,
-    valid: Tensor | None,
-    scale: float,
-) -> Tensor:
-    """Arguments as in `decode_step`, validated there."""
-    s, (T, HQ), H = state, q.shape[1:3], k.shape[2]
-    B, _, capacity, D = s.keys.shape
-    G, DV, F = HQ // H, v.shape[3], 1 if w is None or w.dim() == 4 else w.shape[3]
-    width = max(padded(D), padded(DV))
-    tiles = choose_tiles(width, T * G, s.keys.itemsize)
-    blocks = triton.cdiv(T * G, tiles.rows)
-    splits = choose_splits(B * H * blocks, capacity, tiles, q.device)
-    chunks = triton.cdiv(s.ring_size, 64) if s.has_tail else 0
-    rows = _rows(q, H, DV, splits + chunks + 1)
-    x = rows.parts.new_empty(B * H, rows.count, padded(D))
-    elapsed = x.new_empty(B * H, rows.count)
-    q, k, v = (z.contiguous() for z in (q, k, v))
-    w, beta, gate = (None if z is None else z.contiguous() for z in (w, beta, log_forget))
-    asked = None if valid is None else valid.contiguous().view(torch.uint8)
-    kinds = {"MOVE": w is not None, "GATE": gate is not None, "VALID": s.valid is not None}
-    GP = triton.next_power_of_2(G)
-    with torch.cuda.device_of(q):
-        roles = chunks + (padded(D) // 64 if w is not None else 0) + 1
-        append_kernel[(roles, B * H)](
-            q, k, v, either(w, x), either(beta, x), either(gate, x), either(asked, x),
-            s.keys, s.values, *(either(z, x) for z in s.of_chunks), s.seen, x, elapsed,
-            rows.parts, rows.lses, scale, T, s.unit, s.ring_size, capacity, rows.count, splits,
-            GP=GP, F=F, BR=max(16, triton.next_power_of_2(rows.count)), TP=16, CHUNKS=chunks,
-            CHUNK_VALID=asked is not None, num_warps=tiles.append_warps, **rows.sizes, **kinds,
-        )  # fmt: skip
-        units_kernel[(splits, B * H, blocks)](
-            x, elapsed, s.keys, s.values, either(s.high, x), either(s.fade, x),
-            either(s.unit_fade, x), either(s.valid, x), x, s.seen, rows.parts, rows.lses, scale,
-            0, s.unit if s.has_tail else capacity, rows.count, 0,
-            *s.keys.stride()[:3], *s.values.stride()[:3], *_table_strides(s.high, 3),
-            *(_table_strides(s.fade, 1) + _table_strides(s.fade, 3)[1:]),
-            *_table_strides(s.unit_fade, 2), capacity,
-            **rows.sizes, BR=tiles.rows, BN=tiles.keys, STAGES=tiles.stages,
-            FADE=gate is not None, INDEX=False, SEEN=True, WHOLE=s.has_tail,
-            num_warps=tiles.warps, **kinds,
-        )  # fmt: skip
-        out, _ = _merge(rows, q, s.seen)
-        if s.has_tail:
-            _seal(s, x, T, G, GP, tiles)
-    return out
-
-
-def _seal(s: DecodeState, x: Tensor, T: int, G: int, GP: int, tiles: Tiles) -> None:
-    B, H, capacity, D = s.keys.shape
-    move, single = s.high is not None, s.high is None or s.high.dtype == torch.float32
-    items = s.unit // 64 + (capacity // s.unit * (padded(D) // 64) if move else 0)
-    programs = items
-    if x.device.type == "cuda":
-        programs = max(1, min(items, 8 * _multiprocessors(x.device.index) // (B * H)))
-    operand: Any = tl.float32 if single else tl.float16
-    tables = (s.keys, s.ring, s.fade, s.ring_fade, s.high, s.low, s.product, s.unit_fade, s.forget)
-    seal_kernel[(programs, B * H)](
-        *(either(z, x) for z in tables), s.seen, T, s.unit, s.ring_size, capacity,
-        H=H, G=G, GP=GP, D=D, DP=padded(D), MOVE=move, GATE=s.fade is not None, OPERAND=operand,
-        num_warps=tiles.seal_warps,
-    )  # fmt: skip

@@ -51,6 +51,26 @@ def load_tile(p, token, stride_row, rows, columns, valid, D: tl.constexpr):
 
 
 @triton.jit
+def load_row(p, o, D: tl.constexpr):
+    """One row of D elements in float32, zero behind them."""
+    return tl.load(p + o, o < D, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def pass_factors(
+    b_x, applies, w_ptr, beta_ptr, token, o_d, D: tl.constexpr, F: tl.constexpr, BACK: tl.constexpr
+):
+    """Rows x of a tile through H of one token where it applies: x H, or H x with BACK."""
+    for n in tl.static_range(F):
+        at = token * F + (F - 1 - n if BACK else n)
+        b_w = load_row(w_ptr + at * D, o_d, D)
+        beta = tl.load(beta_ptr + at).to(tl.float32)
+        b_xw = tl.where(applies, beta * tl.sum(b_x * b_w[None, :], 1), 0.0)
+        b_x -= b_xw[:, None] * b_w[None, :]
+    return b_x
+
+
+@triton.jit
 def dot_exact(a, b, OPERAND: tl.constexpr):
     """Product of float32 tiles of entries up to about 2¹⁵, right to about 2⁻²².
 

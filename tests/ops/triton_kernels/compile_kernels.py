@@ -28,7 +28,7 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from path_attention.ops.decode import DecodeState
-from path_attention.ops.triton import call, decode, move, operator, ranges, stick_breaking
+from path_attention.ops.triton import call, decode, move, operator, ranges, step, stick_breaking
 
 TYPES = {
     torch.bfloat16: "bf16",
@@ -38,7 +38,7 @@ TYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
-OPTIONS = ("num_warps", "num_stages", "maxnreg")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -106,7 +106,7 @@ def launches(D: int, encoding: str, dtype: torch.dtype, shared_memory: int, seen
         q, k, v = (y.to(dtype) for y in (q, k, v))
         kinds = {"moves": w is not None, "fades": gate is not None}
         state = DecodeState.make(k, v, 4, 16384, 8 * D, **kinds)
-        decode.triton_decode_step(state, q, k, v, w, beta, gate, None, 0.1)
+        step.triton_decode_step(state, q, k, v, w, beta, gate, None, 0.1)
         return
     x = encoded(encoding, 512, heads=(4, 2), size=(D, D))
     x = [*x.to(dtype)[:3], *x[3:]]
@@ -117,6 +117,7 @@ def launches(D: int, encoding: str, dtype: torch.dtype, shared_memory: int, seen
 def main() -> None:
     seen: list = []
     record(decode, seen)
+    record(step, seen)
     record(move, seen)
     record(operator, seen)
     record(ranges, seen)

@@ -182,13 +182,14 @@ def test_stick_breaking_of_other_sizes(capability, D, dtype, stack):
 
 # --- Decoding ------------------------------------------------------------------------------------
 
-DECODE = {"append_kernel", "units_kernel", "merge_kernel"}
+DECODE = {"attend_kernel", "tail_kernel", "merge_kernel"}
 
 
 def check_decode(capability: int, D: int, encoding: str, dtype: str, stack: int) -> None:
     rows = kernels(capability, D, f"decode_{encoding}", dtype)
-    sealed = set() if encoding == "nope" else {"seal_kernel"}
-    assert {row["kernel"] for row in rows} == DECODE | sealed
+    more = set() if encoding == "nope" else {"seal_kernel"}
+    more |= {"move_kernel"} if "path" in encoding else set()
+    assert {row["kernel"] for row in rows} == DECODE | more
     for row in rows:
         assert "error" not in row, row
         assert row["shared"] <= SHARED_MEMORY[capability], row
@@ -204,14 +205,14 @@ def test_decode(capability):
 @pytest.mark.parametrize(
     ("capability", "D", "encoding", "dtype", "stack"),
     [
-        (80, 128, "path_fox", "bfloat16", 0),
+        (80, 128, "path_fox", "bfloat16", 16),
         (90, 128, "path_fox", "bfloat16", 0),
         (100, 128, "path_fox", "bfloat16", 0),
         (90, 256, "path", "bfloat16", 920),
         (90, 64, "nope", "bfloat16", 0),
         (90, 64, "fox", "float16", 0),
         (90, 64, "path_fox", "float32", 32),
-        (86, 128, "path", "bfloat16", 0),
+        (86, 128, "path", "bfloat16", 24),
     ],
 )
 def test_decode_of_other_sizes(capability, D, encoding, dtype, stack):

@@ -1,0 +1,203 @@
+"""A step's attention to sealed units, and the sealing of one; `step.py` says how they work.
+
+docs/algorithm.md §5. EARLY: launched while the kernel before still runs (programmatic dependent
+launch), for which it then waits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from path_attention.ops.triton.decode_kernels import LOG2_E, masked_softmax_step, store_part
+from path_attention.ops.triton.primitives import FLOAT32, range_of
+
+
+@triton.jit
+def _elapsed(
+    gate_ptr, fade_ptr, i_b, T, unit, before, o, head, inside, H: tl.constexpr, G: tl.constexpr
+):
+    """Σ log_forget of the tail and of the chunk up to each row."""
+    b_e = tl.load(fade_ptr + head, inside & (before % unit != 0), other=0.0)
+    for s in tl.range(0, T, num_stages=1):
+        p_gate = gate_ptr + (i_b * T + s) * H * G + head
+        b_e += tl.load(p_gate, inside & (o // G >= s), other=0.0).to(tl.float32)
+    return b_e
+
+
+@triton.jit(do_not_specialize=["T", "capacity", "rows"])
+def attend_kernel(
+    q_ptr, gate_ptr, moved_ptr, range_ptr, tail_fade_ptr, turn_ptr, keys_ptr, values_ptr, fade_ptr,
+    unit_fade_ptr, valid_ptr, seen_ptr, out_ptr, lse_ptr, scale, T, unit, capacity, rows,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
+    DVP: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    MOVE: tl.constexpr, GATE: tl.constexpr, VALID: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Rows against one piece of the sealed units (of all tokens, where nothing moves or fades).
+
+    Moved queries: [B·H, units, 2 (high, low), rows, DP]; without MOVE the chunk's own.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+    i_split, i_bh, i_r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_b, i_h = i_bh // H, i_bh % H
+    before = tl.load(seen_ptr + i_b)
+    length = before
+    if MOVE or GATE:
+        length = before // unit * unit
+    o, o_n = i_r * BR + tl.arange(0, BR), tl.arange(0, BN)
+    o_d, o_v = tl.arange(0, DP), tl.arange(0, DVP)
+    inside = o < rows
+    each = tl.cdiv(tl.cdiv(length, BN), tl.num_programs(0)) * BN
+    first = i_split * each
+    stop = tl.minimum(first + each, length)
+    b_m = tl.full([BR], float("-inf"), tl.float32)
+    b_l = tl.zeros([BR], tl.float32)
+    b_acc = tl.zeros([BR, DVP], tl.float32)
+    operand: tl.constexpr = keys_ptr.dtype.element_ty
+    at = i_bh.to(tl.int64) * rows
+    head = i_h * G + o % G
+    row = inside[:, None] & (o_d[None, :] < D)
+    k_ptr = keys_ptr + i_bh.to(tl.int64) * capacity * D
+    v_ptr = values_ptr + i_bh.to(tl.int64) * capacity * DV
+    if EARLY and MOVE:
+        gdc_wait()
+    if first < stop:
+        if MOVE:
+            in_range = tl.load(range_ptr + i_bh)
+            p_x = moved_ptr + (at * (capacity // unit) * 2 + o[:, None]) * DP + o_d[None, :]
+        else:
+            p_q = q_ptr + ((i_b * T + o // G) * H * G + head).to(tl.int64)[:, None] * D
+            b_x = tl.load(p_q + o_d[None, :], row, other=0.0).to(tl.float32)
+            in_range = range_of(b_x)
+            b_x *= in_range
+            b_high = b_x.to(operand)
+            b_low = (b_x - b_high.to(tl.float32)).to(operand)
+        scale2 = scale * LOG2_E / in_range
+        if GATE:
+            p_tail = tail_fade_ptr + (i_b * 2 + tl.load(turn_ptr + i_b)) * H * G
+            b_elapsed = _elapsed(gate_ptr, p_tail, i_b, T, unit, before, o, head, inside, H, G)
+        p_units = unit_fade_ptr + i_b * (capacity // unit) * H * G + head
+        p_fades = fade_ptr + (i_b * H * G + i_h * G).to(tl.int64) * capacity
+        for j in tl.range(first, stop, BN, num_stages=STAGES):
+            o_j = j + o_n
+            seen = o_j < stop
+            if GATE:  # first, so that they overlap
+                b_start = tl.load(p_units + j // unit * H * G, inside, other=0.0)
+                if G == 1:
+                    b_fade = tl.load(p_fades + o_j, seen, other=0.0)[None, :]
+                else:
+                    p_fade = p_fades + (o % G)[:, None] * capacity + o_j[None, :]
+                    b_fade = tl.load(p_fade, inside[:, None] & seen[None, :], other=0.0)
+            p_k = k_ptr + o_j.to(tl.int64)[:, None] * D + o_d[None, :]
+            b_k = tl.trans(tl.load(p_k, seen[:, None] & (o_d[None, :] < D), other=0.0))
+            if MOVE:
+                p_high = p_x + tl.cast(j // unit, tl.int64) * 2 * rows * DP
+                b_high = tl.load(p_high, row, other=0.0)
+                if operand != tl.float32:
+                    b_low = tl.load(p_high + rows * DP, row, other=0.0)
+            b_s = tl.dot(b_high, b_k, input_precision=FLOAT32)
+            if operand != tl.float32:
+                b_s = tl.dot(b_low, b_k, b_s)
+            b_s *= scale2
+            if GATE:
+                b_s += ((b_elapsed + b_start)[:, None] + b_fade) * LOG2_E
+            shown = seen
+            if VALID:
+                p_valid = valid_ptr + i_b.to(tl.int64) * capacity + o_j
+                shown &= tl.load(p_valid, seen, other=0) != 0
+            b_s = tl.where(shown[None, :], b_s, float("-inf"))
+            p_v = v_ptr + o_j.to(tl.int64)[:, None] * DV + o_v[None, :]
+            b_v = tl.load(p_v, seen[:, None] & (o_v[None, :] < DV), other=0.0)
+            b_m, b_l, b_acc = masked_softmax_step(b_s, b_m, b_l, b_acc, b_v)
+    part = i_split * tl.num_programs(1) + i_bh
+    store_part(out_ptr, lse_ptr, part, rows, o, o_v, b_m, b_l, b_acc, DVP)
+
+
+@triton.jit
+def _carry(
+    high_ptr, low_ptr, product_ptr, fresh, o_p, o_d,
+    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """Rows o_p of one M ← M 𝒫 in place, as high + low parts; of the identity where it is fresh."""
+    kept: tl.constexpr = high_ptr.dtype.element_ty
+    rows = o_p[:, None] * D + o_d[None, :]
+    inside = (o_p[:, None] < D) & (o_d[None, :] < D)
+    b_old = tl.load(high_ptr + rows, inside & ~fresh, other=0.0)
+    b_rest = b_old
+    if tl.float32 != OPERAND:
+        b_rest = tl.load(low_ptr + rows, inside & ~fresh, other=0.0)
+    for n in tl.static_range(DP // BN):
+        o_n = n * BN + tl.arange(0, BN)
+        m_right = (o_d[:, None] < D) & (o_n[None, :] < D) & ~fresh
+        p_right = product_ptr + o_d[:, None] * D + o_n[None, :]
+        b_m = tl.where((o_p[:, None] == o_n[None, :]) & fresh, 1.0, 0.0)
+        b_high = tl.load(p_right, m_right, other=0.0)
+        if tl.float32 == OPERAND:
+            b_m = tl.dot(b_old, b_high, b_m, input_precision=FLOAT32)
+        else:
+            b_low = tl.load(p_right + D * D, m_right, other=0.0)
+            b_m = tl.dot(b_old, b_low, tl.dot(b_rest, b_high, b_m))
+            b_m = tl.dot(b_old, b_high, b_m)
+        o_out = o_p[:, None] * D + o_n[None, :]
+        m_out = (o_p[:, None] < D) & (o_n[None, :] < D)
+        tl.store(high_ptr + o_out, b_m.to(kept), m_out)
+        if tl.float32 != OPERAND:
+            tl.store(low_ptr + o_out, (b_m - b_m.to(kept).to(tl.float32)).to(kept), m_out)
+
+
+@triton.jit(do_not_specialize=["T", "capacity"])
+def seal_kernel(
+    keys_ptr, ring_ptr, fade_ptr, ring_fade_ptr, high_ptr, low_ptr, product_ptr, unit_fade_ptr,
+    forget_ptr, seen_ptr, T, unit, ring, capacity,
+    H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    BN: tl.constexpr, MOVE: tl.constexpr, GATE: tl.constexpr, OPERAND: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """If the last T tokens completed a unit: its keys for ever, and every earlier unit over it.
+
+    M_y ← M_y 𝒫 in place, 64 rows of one matrix at a time.
+    """
+    if EARLY:
+        gdc_wait()
+    i_z, i_bh = tl.program_id(0), tl.program_id(1)
+    i_b, i_h = i_bh // H, i_bh % H
+    seen = tl.load(seen_ptr + i_b)
+    units = capacity // unit
+    if (seen // unit > (seen - T) // unit) & (seen >= unit):
+        i_unit = seen // unit - 1
+        o_64, o_d, o_g = tl.arange(0, 64), tl.arange(0, DP), tl.arange(0, GP)
+        heads = ((i_b * H + i_h) * G + o_g).to(tl.int64)[:, None]
+        copies = unit // 64
+        PARTS: tl.constexpr = DP // 64
+        items = copies
+        if MOVE:
+            items += (i_unit + 1) * PARTS
+        for item in tl.range(i_z, items, tl.num_programs(0), num_stages=1):
+            if item < copies:
+                at = i_unit * unit + item * 64 + o_64
+                slot = at % ring
+                if MOVE:
+                    p_k = ring_ptr + (i_bh.to(tl.int64) * ring + slot[:, None]) * DP + o_d[None, :]
+                    b_k = tl.load(p_k).to(keys_ptr.dtype.element_ty)
+                    p_k = keys_ptr + (i_bh.to(tl.int64) * capacity + at[:, None]) * D
+                    tl.store(p_k + o_d[None, :], b_k, o_d[None, :] < D)
+                if GATE:
+                    grouped = (o_g < G)[:, None]
+                    b_fade = tl.load(ring_fade_ptr + heads * ring + slot[None, :], grouped)
+                    tl.store(fade_ptr + heads * capacity + at[None, :], b_fade, grouped)
+            else:
+                y = (item - copies) // PARTS
+                o_p = (item - copies) % PARTS * 64 + o_64
+                o_y = ((i_b * units + y) * H + i_h).to(tl.int64) * D * D
+                _carry(
+                    high_ptr + o_y, low_ptr + o_y, product_ptr + i_bh.to(tl.int64) * 2 * D * D,
+                    y == i_unit, o_p, o_d, D, DP, BN, OPERAND,
+                )  # fmt: skip
+        if GATE:
+            b_new = tl.load(forget_ptr + i_bh * G + o_g, o_g < G, other=0.0)
+            for y in tl.range(i_z, i_unit + 1, tl.num_programs(0), num_stages=1):
+                p_y = unit_fade_ptr + (i_b * units + y) * H * G + i_h * G + o_g
+                b_y = tl.load(p_y, (o_g < G) & (y < i_unit), other=0.0) + b_new
+                tl.store(p_y, tl.where(y < i_unit, b_y, 0.0), o_g < G)
