@@ -82,10 +82,10 @@ class Engine:
                     "the server is shutting down", status=503, kind="server_error", retry_after=5
                 )
             # One that can start at the next step does not wait.
-            free = self.settings.max_rows - sum(t.request.choices for t in self.running)
+            free = self.rows - sum(t.request.choices for t in self.running)
             if len(self._queue) >= self.settings.max_queue + max(0, free):
                 self.metrics.requests.labels("rejected").inc()
-                rounds = math.ceil((len(self._queue) + 1) / self.settings.max_rows)
+                rounds = math.ceil((len(self._queue) + 1) / self.rows)
                 raise Refused(
                     f"{len(self._queue)} requests are waiting, which is the most; try again later",
                     status=429, kind="rate_limit_error", code="queue_full",
@@ -134,9 +134,14 @@ class Engine:
             raise Refused(f"token {wrong[0]}: the model has the tokens 0 to {size - 1}")
 
     @property
+    def rows(self) -> int:
+        """Answers that are written at once."""
+        return self.settings.max_rows
+
+    @property
     def most_choices(self) -> int:
         """The most answers of one request."""
-        return self.settings.max_rows
+        return self.rows
 
     @property
     def context_length(self) -> int | None:

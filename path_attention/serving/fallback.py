@@ -43,6 +43,14 @@ class GenerateEngine(Engine):
         config: Any = self.model.config.get_text_config()
         return getattr(config, "max_position_embeddings", None)
 
+    @property
+    def rows(self) -> int:
+        return 1
+
+    @property
+    def most_choices(self) -> int:
+        return self.settings.max_rows
+
     def can_admit(self, ticket: Ticket) -> bool:
         return not self.running
 

@@ -181,6 +181,7 @@ def parse(kind: type[_B], body: bytes) -> _B:
     """A request's body. Raises `Refused` naming the field that is wrong or not supported."""
     try:
         told = json.loads(body)
+        json.dumps(told, ensure_ascii=False).encode()  # no half of a surrogate pair, by escapes
     except (ValueError, RecursionError):
         raise Refused("the body is not valid JSON", code="invalid_json") from None
     if not isinstance(told, dict):

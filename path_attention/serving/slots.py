@@ -157,7 +157,7 @@ class SlotEngine(BatchedEngine):
         return int(base + each * tokens)
 
     @property
-    def most_choices(self) -> int:
+    def rows(self) -> int:
         return self.slots.rows
 
     def cost(self, request: Request) -> int:

@@ -92,6 +92,17 @@ def test_bad_bodies(server, body: bytes) -> None:
         refused(httpx.post(f"{server[0]}/v1/{path}", content=body, headers=headers), 400)
 
 
+@pytest.mark.parametrize(
+    "change",
+    ['"prompt": "\\ud800"', '"model": "\\ud800"', '"\\ud800": 1', '"stop": "\\ud800"',
+     '"temperature": 1e999', '"prompt": [' + "9" * 5000 + "]"],
+)  # fmt: skip
+def test_json_that_no_text_can_hold(server, change: str) -> None:
+    body = f'{{"model": "path-attention", "prompt": "a", {change}}}'
+    headers = {"content-type": "application/json"}
+    refused(httpx.post(f"{server[0]}/v1/completions", content=body, headers=headers), 400)
+
+
 def test_other_kinds_of_bodies_and_paths(server) -> None:
     address = server[0]
     form = {"content-type": "text/plain"}
