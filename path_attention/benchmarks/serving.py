@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 # Width, layers, heads, vocabulary. "small" is the laptop demo's.
 SHAPES = {"760m": (1536, 24, 24, 32000), "small": (192, 4, 3, 4096)}
 _PEER = "transformers"
+_PREFIX_BYTES = 2**33  # for what all prompts share, beside the caches
 
 
 class Burst(NamedTuple):
@@ -111,24 +113,22 @@ class BenchmarkServing:
             model = make_model(self.shape, preset, device, dtype)
             for count in counts:
                 for reuse in (True, False):
-                    settings = self._settings(count, reuse)
-                    with running(model, settings) as engine:
-                        bursts = self._bursts(engine, count)
+                    bursts = self._bursts(model, count, reuse)
+                    free_memory(device)
                     rows.append(self._row("path-attention", preset, count, reuse, dtype, bursts))
                     report(_told(rows[-1]))
             del model
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            free_memory(device)
         return rows + self._peer_rows(counts, device, dtype, report) if self.peer else rows
 
-    def _settings(self, count: int, reuse: bool) -> Settings:
+    def _settings(self, count: int, reuse: bool, device: torch.device) -> Settings:
         return Settings(
             max_prompt_tokens=self.prompt,
             max_output_tokens=self.output,
             max_rows=count,
             prefill_tokens=self.prefill,
-            cache_bytes=2**40,  # the machine's memory is the limit
-            prefix_bytes=2**40 if reuse else 0,
+            cache_bytes=_room(device),
+            prefix_bytes=_PREFIX_BYTES if reuse else 0,
         )
 
     def _prompts(self, count: int, turn: int, vocabulary: int) -> list[list[int]]:
@@ -138,12 +138,14 @@ class BenchmarkServing:
         seeds = range(1 + turn * count, 1 + (turn + 1) * count)
         return [shared + random_ids(own, seed, vocabulary) for seed in seeds]
 
-    def _bursts(self, engine: Engine, count: int) -> list[Burst]:
-        vocabulary = SHAPES[self.shape][3]
-        return [
-            burst(engine, self._prompts(count, turn, vocabulary), self.output)
-            for turn in range(self.rounds + 1)
-        ][1:]
+    def _bursts(self, model: PathAttentionForCausalLM, count: int, reuse: bool) -> list[Burst]:
+        vocabulary, settings = SHAPES[self.shape][3], self._settings(count, reuse, model.device)
+        with running(model, settings) as engine:
+            bursts = [
+                burst(engine, self._prompts(count, turn, vocabulary), self.output)
+                for turn in range(self.rounds + 1)
+            ]
+        return bursts[1:]
 
     def _row(
         self,
@@ -272,6 +274,18 @@ def random_ids(count: int, seed: int, vocabulary: int) -> list[int]:
     """Token ids, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(vocabulary, (count,), generator=generator).tolist()
+
+
+def _room(device: torch.device) -> int:
+    """Bytes of caches: four fifths of what is free on a GPU, as many as it takes on a CPU."""
+    return torch.cuda.mem_get_info(device)[0] * 4 // 5 if device.type == "cuda" else 2**40
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what nobody holds any more: sizes are chosen by what is free."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import http.client
 import json
 import random
@@ -30,6 +29,7 @@ from path_attention.benchmarks.comparison import (
 from path_attention.benchmarks.serving import (
     SHAPES,
     burst,
+    free_memory,
     make_model,
     make_tokenizer,
     random_ids,
@@ -140,6 +140,7 @@ class BenchmarkServingLoad:
             model = load_model(self.model, dtype=dtype).to(device)  # pyright: ignore
             tokenizer = load_tokenizer(self.model, model)
         cases = self._cases(model)
+        free_memory(device)
         report(f"{len(cases)} requests were answered alone")
         engine = make_engine(model, tokenizer, self._settings(self.prefix_bytes))
         with _server(engine) as port:
@@ -322,7 +323,7 @@ def _wait_until_idle(engine: Engine, seconds: float = 60.0) -> None:
 
 def _memory(device: torch.device) -> int | None:
     """Bytes that this process holds: on the GPU, or resident; None where nobody tells."""
-    gc.collect()
+    free_memory(device)
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     try:
