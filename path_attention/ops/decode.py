@@ -57,6 +57,7 @@ class DecodeState(NamedTuple):
     keys: Tensor  # [B, H, N, D]; of complete units at their ends
     values: Tensor  # [B, H, N, DV]
     seen: Tensor  # int32 [B], tokens so far
+    next: Tensor  # int32 [B], those after a step, for its last kernel
     valid: Tensor | None  # uint8 [B, N], 0 where no query may look
     ring: Tensor | None  # float32 [B, H, ring, DP], the tail's keys where the queries stand
     ring_fade: Tensor | None  # float32 [B, HQ, ring], Σ log_forget from after each to there
@@ -94,6 +95,7 @@ class DecodeState(NamedTuple):
             unit,
             k.new_zeros(B, H, U * unit, D),
             v.new_zeros(B, H, U * unit, DV),
+            torch.zeros(B, dtype=torch.int32, device=k.device),
             torch.zeros(B, dtype=torch.int32, device=k.device),
             None,
             wide.new_zeros(B, H, ring, DP) if moves else None,

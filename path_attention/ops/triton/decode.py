@@ -130,7 +130,7 @@ def triton_decode(
         for (group, moved, late), t, n in zip(todo, tiles, splits, strict=True):
             _attend_group(rows, group, moved, late, scale, t, first, n)
             first += n
-        return merge_parts(rows, q)
+        return _merge(rows, q)
 
 
 def _attend_group(
@@ -177,18 +177,23 @@ def _table_strides(x: Tensor | None, count: int) -> tuple[int, ...]:
     return (0,) * count if x is None else x.stride()[:count]
 
 
-def merge_parts(
-    rows: Rows, q: Tensor, seen: Tensor | None = None, turn: Tensor | None = None, **early: bool
-) -> tuple[Tensor, Tensor]:
-    """out `[B, T, HQ, DV]` in q's dtype, lse in float32; `seen` moves on by T, `turn` turns."""
+def make_outputs(rows: Rows, q: Tensor) -> tuple[Tensor, Tensor]:
+    """out `[B, T, HQ, DV]` in q's dtype and lse in float32, still empty."""
     HQ = rows.H * rows.G
-    out = q.new_empty(rows.B, rows.T, HQ, rows.DV)
     lse = rows.lses.new_empty(rows.B, rows.T, HQ)
+    return q.new_empty(rows.B, rows.T, HQ, rows.DV), lse
+
+
+def parts_at_once(rows: Rows) -> int:
+    """Of `merge_row`."""
+    return min(_MERGED, triton.next_power_of_2(rows.parts.shape[0]))
+
+
+def _merge(rows: Rows, q: Tensor) -> tuple[Tensor, Tensor]:
+    out, lse = make_outputs(rows, q)
     sizes = {n: rows.sizes[n] for n in ("H", "G", "DV", "DVP")}
-    parts = rows.parts.shape[0]
     merge_kernel[(rows.B * rows.H, rows.count)](
-        rows.parts, rows.lses, out, lse, either(seen, out), either(turn, out), parts, rows.count,
-        rows.T, **sizes, BP=min(_MERGED, triton.next_power_of_2(parts)), ADVANCE=seen is not None,
-        TURN=turn is not None, EARLY=bool(early), num_warps=4, **early,
+        rows.parts, rows.lses, out, lse, rows.parts.shape[0], rows.count, rows.T, **sizes,
+        BP=parts_at_once(rows), num_warps=4,
     )  # fmt: skip
     return out, lse

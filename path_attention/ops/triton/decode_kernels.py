@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from path_attention.ops.triton.primitives import FLOAT32, range_of
 
@@ -134,24 +133,13 @@ def units_kernel(
     store_part(out_ptr, lse_ptr, part, rows, o, o_v, b_m, b_l, b_acc, DVP)
 
 
-@triton.jit(do_not_specialize=["parts", "rows", "T"])
-def merge_kernel(
-    part_ptr, part_lse_ptr, out_ptr, lse_ptr, seen_ptr, turn_ptr, parts, rows, T,
-    H: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, BP: tl.constexpr,
-    ADVANCE: tl.constexpr, TURN: tl.constexpr, EARLY: tl.constexpr,
+@triton.jit
+def merge_row(
+    part_ptr, part_lse_ptr, out_ptr, lse_ptr, parts, step, at, o_row, o_v,
+    DV: tl.constexpr, DVP: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    """One row of all parts; `ADVANCE`: T more tokens were seen, which nobody reads here.
-
-    EARLY: launched while the kernel before still runs.
-    """
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
-    i_bh, i_r = tl.program_id(0), tl.program_id(1)
-    i_b, i_h = i_bh // H, i_bh % H
-    o, o_v = tl.arange(0, BP), tl.arange(0, DVP)
-    step = tl.num_programs(0) * rows
-    at = i_bh * rows + i_r
+    """Merge the parts of row `at` of `step` into row o_row."""
+    o = tl.arange(0, BP)
     b_top = tl.full([BP], float("-inf"), tl.float32)
     for part in tl.range(0, parts, BP, num_stages=1):
         p_lse = part_lse_ptr + (part + o) * step + at
@@ -171,12 +159,20 @@ def merge_kernel(
     total = tl.sum(b_sum, 0)
     divisor = tl.where(total == 0, 1.0, total)
     b_out = b_out / divisor
-    o_row = ((i_b.to(tl.int64) * T + i_r // G) * H + i_h) * G + i_r % G
     tl.store(out_ptr + o_row * DV + o_v, b_out.to(out_ptr.dtype.element_ty), o_v < DV)
     lse = (finite + tl.math.log2(divisor)) * 0.6931471805599453
     tl.store(lse_ptr + o_row, tl.where(total == 0, float("-inf"), lse))
-    if ADVANCE:
-        first = (i_h == 0) & (i_r == 0)
-        tl.store(seen_ptr + i_b, tl.load(seen_ptr + i_b) + T, first)
-        if TURN:
-            tl.store(turn_ptr + i_b, 1 - tl.load(turn_ptr + i_b), first)
+
+
+@triton.jit(do_not_specialize=["parts", "rows", "T"])
+def merge_kernel(
+    part_ptr, part_lse_ptr, out_ptr, lse_ptr, parts, rows, T,
+    H: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """One row of all parts, of one row and key head of the batch."""
+    i_bh, i_r = tl.program_id(0), tl.program_id(1)
+    o_row = (((i_bh // H).to(tl.int64) * T + i_r // G) * H + i_bh % H) * G + i_r % G
+    merge_row(
+        part_ptr, part_lse_ptr, out_ptr, lse_ptr, parts, tl.num_programs(0) * rows,
+        i_bh * rows + i_r, o_row, tl.arange(0, DVP), DV, DVP, BP,
+    )  # fmt: skip

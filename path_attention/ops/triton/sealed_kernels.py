@@ -10,7 +10,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from path_attention.ops.triton.decode_kernels import LOG2_E, masked_softmax_step, store_part
+from path_attention.ops.triton.decode_kernels import (
+    LOG2_E,
+    masked_softmax_step,
+    merge_row,
+    store_part,
+)
 from path_attention.ops.triton.primitives import FLOAT32, range_of
 
 
@@ -116,88 +121,130 @@ def attend_kernel(
 
 
 @triton.jit
-def _carry(
-    high_ptr, low_ptr, product_ptr, fresh, o_p, o_d,
-    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, OPERAND: tl.constexpr,
-):  # fmt: skip
-    """Rows o_p of one M ← M 𝒫 in place, as high + low parts; of the identity where it is fresh."""
+def _load_product(p, o_d, o_n, D: tl.constexpr):
+    """Columns o_n of a unit's product, as high + low."""
+    p += o_d[:, None] * D + o_n[None, :]
+    inside = (o_d[:, None] < D) & (o_n[None, :] < D)
+    return tl.load(p, inside, other=0.0), tl.load(p + D * D, inside, other=0.0)
+
+
+@triton.jit
+def _store_sum(high_ptr, low_ptr, at, b_m, inside, OPERAND: tl.constexpr):
+    """Entries as high + low; as they are where OPERAND is float32."""
     kept: tl.constexpr = high_ptr.dtype.element_ty
-    rows = o_p[:, None] * D + o_d[None, :]
-    inside = (o_p[:, None] < D) & (o_d[None, :] < D)
-    b_old = tl.load(high_ptr + rows, inside & ~fresh, other=0.0)
-    b_rest = b_old
+    b_high = b_m.to(kept)
+    tl.store(high_ptr + at, b_high, inside)
     if tl.float32 != OPERAND:
-        b_rest = tl.load(low_ptr + rows, inside & ~fresh, other=0.0)
-    for n in tl.static_range(DP // BN):
-        o_n = n * BN + tl.arange(0, BN)
-        m_right = (o_d[:, None] < D) & (o_n[None, :] < D) & ~fresh
-        p_right = product_ptr + o_d[:, None] * D + o_n[None, :]
-        b_m = tl.where((o_p[:, None] == o_n[None, :]) & fresh, 1.0, 0.0)
-        b_high = tl.load(p_right, m_right, other=0.0)
-        if tl.float32 == OPERAND:
-            b_m = tl.dot(b_old, b_high, b_m, input_precision=FLOAT32)
-        else:
-            b_low = tl.load(p_right + D * D, m_right, other=0.0)
-            b_m = tl.dot(b_old, b_low, tl.dot(b_rest, b_high, b_m))
-            b_m = tl.dot(b_old, b_high, b_m)
-        o_out = o_p[:, None] * D + o_n[None, :]
-        m_out = (o_p[:, None] < D) & (o_n[None, :] < D)
-        tl.store(high_ptr + o_out, b_m.to(kept), m_out)
-        if tl.float32 != OPERAND:
-            tl.store(low_ptr + o_out, (b_m - b_m.to(kept).to(tl.float32)).to(kept), m_out)
+        tl.store(low_ptr + at, (b_m - b_high.to(tl.float32)).to(kept), inside)
 
 
-@triton.jit(do_not_specialize=["T", "capacity"])
-def seal_kernel(
-    keys_ptr, ring_ptr, fade_ptr, ring_fade_ptr, high_ptr, low_ptr, product_ptr, unit_fade_ptr,
-    forget_ptr, seen_ptr, T, unit, ring, capacity,
-    H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BN: tl.constexpr, MOVE: tl.constexpr, GATE: tl.constexpr, OPERAND: tl.constexpr,
-    EARLY: tl.constexpr,
+@triton.jit
+def _carry(
+    high_ptr, low_ptr, product_ptr, i_unit, item, step, stride_u,
+    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """If the last T tokens completed a unit: its keys for ever, and every earlier unit over it.
+    """M ← M 𝒫 in place for units before i_unit, 64 rows of one at a time; M = I for i_unit."""
+    PARTS: tl.constexpr = DP // 64
+    o_64, o_d = tl.arange(0, 64), tl.arange(0, DP)
+    if BN == DP:
+        b_high, b_low = _load_product(product_ptr, o_d, o_d, D)
+    for n in tl.range(item, i_unit * PARTS, step, num_stages=STAGES):
+        o_p = n % PARTS * 64 + o_64
+        at = tl.cast(n // PARTS, tl.int64) * stride_u
+        rows, inside = o_p[:, None] * D + o_d[None, :], (o_p[:, None] < D) & (o_d[None, :] < D)
+        b_old = tl.load(high_ptr + at + rows, inside, other=0.0)
+        if tl.float32 != OPERAND:
+            b_rest = tl.load(low_ptr + at + rows, inside, other=0.0)
+        for c in tl.static_range(DP // BN):
+            o_n = c * BN + tl.arange(0, BN)
+            if BN != DP:
+                b_high, b_low = _load_product(product_ptr, o_d, o_n, D)
+            if tl.float32 == OPERAND:
+                b_m = tl.dot(b_old, b_high, input_precision=FLOAT32)
+            else:
+                b_m = tl.dot(b_old, b_low, tl.dot(b_rest, b_high))
+                b_m = tl.dot(b_old, b_high, b_m)
+            out = o_p[:, None] * D + o_n[None, :]
+            inside = (o_p[:, None] < D) & (o_n[None, :] < D)
+            _store_sum(high_ptr, low_ptr, at + out, b_m, inside, OPERAND)
+    for n in tl.range(item, PARTS, step, num_stages=1):
+        o_p = n * 64 + o_64
+        b_m = tl.where(o_p[:, None] == o_d[None, :], 1.0, 0.0)
+        out = i_unit.to(tl.int64) * stride_u + o_p[:, None] * D + o_d[None, :]
+        inside = (o_p[:, None] < D) & (o_d[None, :] < D)
+        _store_sum(high_ptr, low_ptr, out, b_m, inside, OPERAND)
 
-    M_y ← M_y 𝒫 in place, 64 rows of one matrix at a time.
+
+@triton.jit
+def _keep_keys(
+    keys_ptr, ring_ptr, fade_ptr, ring_fade_ptr, first, ring, capacity, i_bh,
+    G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    MOVE: tl.constexpr, GATE: tl.constexpr,
+):  # fmt: skip
+    """64 keys and gates of the tail become a unit's."""
+    o_d, o_g = tl.arange(0, DP), tl.arange(0, GP)
+    at = first + tl.arange(0, 64)
+    slot = at % ring
+    if MOVE:
+        p_k = ring_ptr + (i_bh.to(tl.int64) * ring + slot[:, None]) * DP + o_d[None, :]
+        b_k = tl.load(p_k).to(keys_ptr.dtype.element_ty)
+        p_k = keys_ptr + (i_bh.to(tl.int64) * capacity + at[:, None]) * D + o_d[None, :]
+        tl.store(p_k, b_k, o_d[None, :] < D)
+    if GATE:
+        heads, grouped = (i_bh * G + o_g).to(tl.int64)[:, None], (o_g < G)[:, None]
+        b_fade = tl.load(ring_fade_ptr + heads * ring + slot[None, :], grouped)
+        tl.store(fade_ptr + heads * capacity + at[None, :], b_fade, grouped)
+
+
+@triton.jit(do_not_specialize=["T", "capacity", "parts", "rows"])
+def finish_kernel(
+    part_ptr, part_lse_ptr, out_ptr, lse_ptr, seen_ptr, next_ptr, turn_ptr,
+    keys_ptr, ring_ptr, fade_ptr, ring_fade_ptr, high_ptr, low_ptr, product_ptr, unit_fade_ptr,
+    forget_ptr, parts, rows, T, unit, ring, capacity, copies, stride_mb, stride_mu, stride_mh,
+    H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    MOVE: tl.constexpr, GATE: tl.constexpr, OPERAND: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Merge the parts, a row a program; `seen` moves on; seal a unit if the tokens completed one.
+
+    A unit is sealed by further programs: `copies` that keep its keys for ever, and others that
+    carry every earlier unit's M over it. Whether there is one they read from `next`.
     """
     if EARLY:
         gdc_wait()
     i_z, i_bh = tl.program_id(0), tl.program_id(1)
     i_b, i_h = i_bh // H, i_bh % H
-    seen = tl.load(seen_ptr + i_b)
-    units = capacity // unit
-    if (seen // unit > (seen - T) // unit) & (seen >= unit):
-        i_unit = seen // unit - 1
-        o_64, o_d, o_g = tl.arange(0, 64), tl.arange(0, DP), tl.arange(0, GP)
-        heads = ((i_b * H + i_h) * G + o_g).to(tl.int64)[:, None]
-        copies = unit // 64
-        PARTS: tl.constexpr = DP // 64
-        items = copies
-        if MOVE:
-            items += (i_unit + 1) * PARTS
-        for item in tl.range(i_z, items, tl.num_programs(0), num_stages=1):
-            if item < copies:
-                at = i_unit * unit + item * 64 + o_64
-                slot = at % ring
-                if MOVE:
-                    p_k = ring_ptr + (i_bh.to(tl.int64) * ring + slot[:, None]) * DP + o_d[None, :]
-                    b_k = tl.load(p_k).to(keys_ptr.dtype.element_ty)
-                    p_k = keys_ptr + (i_bh.to(tl.int64) * capacity + at[:, None]) * D
-                    tl.store(p_k + o_d[None, :], b_k, o_d[None, :] < D)
-                if GATE:
-                    grouped = (o_g < G)[:, None]
-                    b_fade = tl.load(ring_fade_ptr + heads * ring + slot[None, :], grouped)
-                    tl.store(fade_ptr + heads * capacity + at[None, :], b_fade, grouped)
-            else:
-                y = (item - copies) // PARTS
-                o_p = (item - copies) % PARTS * 64 + o_64
-                o_y = ((i_b * units + y) * H + i_h).to(tl.int64) * D * D
-                _carry(
-                    high_ptr + o_y, low_ptr + o_y, product_ptr + i_bh.to(tl.int64) * 2 * D * D,
-                    y == i_unit, o_p, o_d, D, DP, BN, OPERAND,
-                )  # fmt: skip
+    seen = tl.load(next_ptr + i_b)
+    if i_z < rows:
+        o_row = ((i_b.to(tl.int64) * T + i_z // G) * H + i_h) * G + i_z % G
+        merge_row(
+            part_ptr, part_lse_ptr, out_ptr, lse_ptr, parts, tl.num_programs(1) * rows,
+            i_bh * rows + i_z, o_row, tl.arange(0, DVP), DV, DVP, BP,
+        )  # fmt: skip
+        first = (i_h == 0) & (i_z == 0)
+        tl.store(seen_ptr + i_b, seen, first)
+        if MOVE or GATE:
+            tl.store(turn_ptr + i_b, 1 - tl.load(turn_ptr + i_b), first)
+    elif (seen // unit > (seen - T) // unit) & (seen >= unit):
+        i_unit, item = seen // unit - 1, i_z - rows
+        step = tl.num_programs(0) - rows
         if GATE:
+            o_g = tl.arange(0, GP)
             b_new = tl.load(forget_ptr + i_bh * G + o_g, o_g < G, other=0.0)
-            for y in tl.range(i_z, i_unit + 1, tl.num_programs(0), num_stages=1):
-                p_y = unit_fade_ptr + (i_b * units + y) * H * G + i_h * G + o_g
+            for y in tl.range(item, i_unit + 1, step, num_stages=1):
+                p_y = unit_fade_ptr + (i_b * (capacity // unit) + y) * H * G + i_h * G + o_g
                 b_y = tl.load(p_y, (o_g < G) & (y < i_unit), other=0.0) + b_new
                 tl.store(p_y, tl.where(y < i_unit, b_y, 0.0), o_g < G)
+        if item < copies:
+            for n in tl.range(item, unit // 64, copies, num_stages=1):
+                _keep_keys(
+                    keys_ptr, ring_ptr, fade_ptr, ring_fade_ptr, i_unit * unit + n * 64, ring,
+                    capacity, i_bh, G, GP, D, DP, MOVE, GATE,
+                )  # fmt: skip
+        elif MOVE:
+            at = i_b.to(tl.int64) * stride_mb + i_h.to(tl.int64) * stride_mh
+            _carry(
+                high_ptr + at, low_ptr + at, product_ptr + i_bh.to(tl.int64) * 2 * D * D, i_unit,
+                item - copies, step - copies, stride_mu, D, DP, BN, STAGES, OPERAND,
+            )  # fmt: skip

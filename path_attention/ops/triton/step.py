@@ -7,9 +7,8 @@ docs/algorithm.md §5, for a chunk of up to 16 tokens:
 - `attend_kernel` splits the sealed units over the device;
 - `tail_kernel`, beside it, attends the tail and the chunk itself; keys of the tail pass the chunk
   (float32, in place);
-- `merge_kernel` merges the parts by log-sum-exp;
-- `seal_kernel` does nothing but where a unit became complete: then the tail's keys are the unit's
-  for ever, and each earlier unit's matrix is carried over it.
+- `finish_kernel` merges the parts by log-sum-exp; where a unit became complete, the tail's keys are
+  the unit's for ever, and each earlier unit's matrix is carried over it.
 
 Lengths are on the device, so a step can be captured in a CUDA graph and replayed. The matrices M
 are kept as a float16 sum high + low, of which queries take the high. From Hopper on each kernel but
@@ -34,18 +33,18 @@ from path_attention.ops.triton.decode import (
     Tiles,
     choose_splits,
     choose_tiles,
+    make_outputs,
     make_rows,
-    merge_parts,
     multiprocessors,
+    parts_at_once,
 )
-from path_attention.ops.triton.sealed_kernels import attend_kernel, seal_kernel
+from path_attention.ops.triton.sealed_kernels import attend_kernel, finish_kernel
 from path_attention.ops.triton.step_kernels import move_kernel, tail_kernel
 from path_attention.ops.triton.tiles import padded
 
 _CPU_MOVERS = 3  # of the interpreter, where there is nothing to fill
 _UNITS_EACH = 4  # that are worth a program of their own
 _SCRATCH = 2**14  # bytes of shared memory besides buffers
-_FETCHED = 3 * 2**23  # bytes of keys and values that come to L2 while queries are moved
 
 
 @lru_cache
@@ -133,7 +132,7 @@ def _step(
     kinds: dict[str, Any] = {"MOVE": w is not None, "GATE": gate is not None, "EARLY": bool(early)}
     moved = in_range = rows.lses
     if w is not None:
-        moved, in_range = _move(s, rows, q, w, beta, tiles, splits, bool(early))
+        moved, in_range = _move(s, rows, q, w, beta, bool(early))
     attend_kernel[(splits, B * H, blocks)](
         q, either(gate, q), moved, in_range, either(s.tail_fade, q), either(s.turn, q), s.keys,
         s.values, either(s.fade, q), either(s.unit_fade, q), either(s.valid, q), s.seen, rows.parts,
@@ -146,16 +145,13 @@ def _step(
     tail_kernel[(chunks + 1, B * H)](
         q, k, v, either(w, q), either(beta, q), either(gate, q), either(asked, q), s.keys, s.values,
         *(either(z, q) for z in (s.valid, s.ring, s.ring_fade, s.tail_fade, s.forget)), s.seen,
-        either(s.turn, q), rows.parts, rows.lses, scale, T, s.unit, s.ring_size, capacity,
+        s.next, either(s.turn, q), rows.parts, rows.lses, scale, T, s.unit, s.ring_size, capacity,
         rows.count, splits, **rows.sizes, GP=triton.next_power_of_2(G), F=_factors(w),
         BR=_row_tile(rows), TP=16, CHUNKS=chunks, BC=BC, VALID=s.valid is not None,
         CHUNK_VALID=asked is not None, OPERAND=operand, num_warps=4 if width <= 128 else 8,
         **_registers(width, q.device), **kinds, **early,
     )  # fmt: skip
-    out, _ = merge_parts(rows, q, s.seen, s.turn, **early)
-    if s.has_tail:
-        _seal(s, rows, kinds, early)
-    return out
+    return _finish(s, rows, q, kinds, early)
 
 
 def _factors(w: Tensor | None) -> int:
@@ -177,8 +173,6 @@ def _move(
     q: Tensor,
     w: Tensor,
     beta: Tensor | None,
-    tiles: Tiles,
-    splits: int,
     early: bool,
 ) -> tuple[Tensor, Tensor]:
     """Queries at the ends of units, `[B·H, units, 2, rows, DP]`, and their ranges `[B·H]`."""
@@ -188,33 +182,40 @@ def _move(
     x = rows.parts.new_empty(B * H, movers, rows.count, DP)
     moved = s.keys.new_empty(B * H, units, 2, rows.count, DP)
     in_range = x.new_empty(B * H)
-    BN = min(tiles.keys, s.unit)
-    fetched = _FETCHED // (B * H * splits * BN * (D + s.values.shape[3]) * s.keys.itemsize)
     exact = s.keys.dtype == torch.float32
     operand: Any = tl.float32 if exact else tl.bfloat16
     assert s.high is not None
     move_kernel[(movers, B * H)](
-        q, w, beta, s.tail, s.product, s.seen, s.turn, s.high, s.keys, s.values, x, moved, in_range,
-        rows.T, s.unit, capacity, rows.count, splits, fetched, *s.high.stride()[:3], **rows.sizes,
-        F=_factors(w), BR=_row_tile(rows), BN=BN, STAGES=1 if DP == 256 or exact else 3,
-        OPERAND=operand, EARLY=early, num_warps=4 if DP == 64 else 8, **_registers(DP, q.device),
+        q, w, beta, s.tail, s.product, s.seen, s.turn, s.high, x, moved, in_range, rows.T, s.unit,
+        capacity, rows.count, *s.high.stride()[:3], **rows.sizes, F=_factors(w), BR=_row_tile(rows),
+        STAGES=1 if DP == 256 or exact else 3, OPERAND=operand, EARLY=early,
+        num_warps=4 if DP == 64 else 8, **_registers(DP, q.device),
     )  # fmt: skip
     return moved, in_range
 
 
-def _seal(s: DecodeState, rows: Rows, kinds: dict[str, Any], early: dict[str, Any]) -> None:
+def _finish(
+    s: DecodeState, rows: Rows, q: Tensor, kinds: dict[str, Any], early: dict[str, Any]
+) -> Tensor:
     B, H, capacity, D = s.keys.shape
     exact, DP = s.keys.dtype == torch.float32, padded(D)
-    items = s.unit // 64 + (capacity // s.unit * (DP // 64) if kinds["MOVE"] else 0)
-    programs = items
-    if s.keys.device.type == "cuda":
-        programs = max(1, min(items, 8 * multiprocessors(s.keys.device.index) // (B * H)))
+    hoisted = DP == 64 and not exact  # a unit's product, kept in shared memory
+    places = 2 * multiprocessors(q.device.index) if q.device.type == "cuda" else B * H * _CPU_MOVERS
+    copies = max(1, min(s.unit // 64, places // (B * H))) if s.has_tail else 0
+    carriers = 0
+    if s.high is not None:
+        places *= 1 if hoisted else 2
+        carriers = max(1, min(capacity // s.unit * (DP // 64), places // (B * H)))
+    out, lse = make_outputs(rows, q)
     operand: Any = tl.float32 if exact else tl.float16
     tables = (s.keys, s.ring, s.fade, s.ring_fade, s.high, s.low, s.product, s.unit_fade, s.forget)
-    seal_kernel[(programs, B * H)](
-        *(either(z, s.keys) for z in tables), s.seen, rows.T, s.unit, s.ring_size, capacity,
-        H=H, G=rows.G, GP=triton.next_power_of_2(rows.G), D=D, DP=DP,
-        BN=64 if DP == 64 else 32, OPERAND=operand, num_warps=4 if DP <= 128 else 8,
-        **_registers(DP, s.keys.device),
-        **kinds, **early,
+    strides = (0, 0, 0) if s.high is None else s.high.stride()[:3]
+    finish_kernel[(rows.count + copies + carriers, B * H)](
+        rows.parts, rows.lses, out, lse, s.seen, s.next, either(s.turn, q),
+        *(either(z, q) for z in tables), rows.parts.shape[0], rows.count, rows.T, s.unit,
+        s.ring_size, capacity, copies, *strides, **rows.sizes, GP=triton.next_power_of_2(rows.G),
+        BP=parts_at_once(rows), BN=32 if DP == 128 else 64, STAGES=2 if hoisted else 1,
+        OPERAND=operand, num_warps=4 if DP <= 128 else 8, **_registers(DP, q.device), **kinds,
+        **early,
     )  # fmt: skip
+    return out

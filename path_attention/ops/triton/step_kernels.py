@@ -252,48 +252,18 @@ def _append_gates(
     tl.store(fade_ptr + (1 - turn) * H * G + o_h, b_fade, o_g < G)
 
 
-@triton.jit
-def _fetch(p, count, COUNT: tl.constexpr):
-    """Fetch count elements, at least one and at most COUNT, to L2."""
-    LINE: tl.constexpr = 1024 // p.dtype.element_ty.primitive_bitwidth
-    o = tl.arange(0, COUNT // LINE) * LINE
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [p + tl.minimum(o, count - 1)], tl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _fetch_splits(
-    keys_ptr, values_ptr, length, splits, fetched, i_c, movers, i_bh, capacity,
-    D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """The first tiles of each split of `attend_kernel`, which reads them next."""
-    each = tl.cdiv(tl.cdiv(length, BN), splits) * BN
-    for n in tl.range(i_c, splits * fetched, movers, num_stages=1):
-        first = n % splits * each
-        ahead = first + n // splits * BN
-        count = tl.minimum(tl.minimum(first + each, length) - ahead, BN)
-        if count > 0:
-            at = i_bh.to(tl.int64) * capacity + ahead
-            _fetch(keys_ptr + at * D, count * D, BN * DP)
-            _fetch(values_ptr + at * DV, count * DV, BN * DVP)
-
-
-@triton.jit(do_not_specialize=["T", "rows", "capacity", "splits", "fetched"])
+@triton.jit(do_not_specialize=["T", "rows", "capacity"])
 def move_kernel(
-    q_ptr, w_ptr, beta_ptr, tail_ptr, product_ptr, seen_ptr, turn_ptr, move_ptr, keys_ptr,
-    values_ptr, x_ptr, moved_ptr, range_ptr, T, unit, capacity, rows, splits, fetched, stride_mb,
-    stride_mu, stride_mh,
+    q_ptr, w_ptr, beta_ptr, tail_ptr, product_ptr, seen_ptr, turn_ptr, move_ptr, x_ptr, moved_ptr,
+    range_ptr, T, unit, capacity, rows, stride_mb, stride_mu, stride_mh,
     H: tl.constexpr, G: tl.constexpr, F: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    DV: tl.constexpr, DVP: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr,
     OPERAND: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A chunk's queries at the sealed units' ends; the tail's transition after the chunk.
 
     Each program of one row and key head moves all queries to the tail's start, and on to some
     units; each of the first DP / 64 moves 64 rows of the transition, from one place to another.
-    While it waits, the first `fetched` tiles of BN tokens of each split come to L2.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -306,11 +276,6 @@ def move_kernel(
     if DP <= 128:  # the load first, so that it overlaps
         b_eye = tl.where((o_d[:, None] == o_d[None, :]) & empty, 1.0, 0.0)
         b_p = tl.load(p_tail + o_d[:, None] * DP + o_d[None, :], ~empty, other=0.0)
-    if EARLY:
-        _fetch_splits(
-            keys_ptr, values_ptr, before // unit * unit, splits, fetched, i_c, movers, i_bh,
-            capacity, D, DV, DP, DVP, BN,
-        )  # fmt: skip
     b_x, _, _, _, _ = _through_chunk(
         q_ptr, q_ptr, q_ptr, w_ptr, beta_ptr, q_ptr, q_ptr, i_b, i_h, T, 1.0, o, o_d, o_d, H, G, F,
         D, D, True, False, False, False,
@@ -342,7 +307,8 @@ def move_kernel(
 def tail_kernel(
     q_ptr, k_ptr, v_ptr, w_ptr, beta_ptr, gate_ptr, chunk_valid_ptr,
     keys_ptr, values_ptr, valid_ptr, ring_ptr, ring_fade_ptr, tail_fade_ptr, forget_ptr,
-    seen_ptr, turn_ptr, out_ptr, lse_ptr, scale, T, unit, ring, capacity, rows, first_part,
+    seen_ptr, next_ptr, turn_ptr, out_ptr, lse_ptr, scale, T, unit, ring, capacity, rows,
+    first_part,
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, F: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, BR: tl.constexpr, TP: tl.constexpr,
     CHUNKS: tl.constexpr, BC: tl.constexpr, MOVE: tl.constexpr, GATE: tl.constexpr,
@@ -391,5 +357,6 @@ def tail_kernel(
                 b_valid = tl.load(chunk_valid_ptr + i_b * T + o_t, o_t < T, other=0).to(tl.int8)
             o_valid = i_b.to(tl.int64) * capacity + before + o_t
             tl.store(valid_ptr + o_valid, b_valid, (o_t < T) & (i_h == 0))
+        tl.store(next_ptr + i_b, before + T, i_h == 0)
         if EARLY and i_bh == 0:
             gdc_wait()

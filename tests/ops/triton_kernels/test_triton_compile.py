@@ -182,13 +182,12 @@ def test_stick_breaking_of_other_sizes(capability, D, dtype, stack):
 
 # --- Decoding ------------------------------------------------------------------------------------
 
-DECODE = {"attend_kernel", "tail_kernel", "merge_kernel"}
+DECODE = {"attend_kernel", "tail_kernel", "finish_kernel"}
 
 
 def check_decode(capability: int, D: int, encoding: str, dtype: str, stack: int) -> None:
     rows = kernels(capability, D, f"decode_{encoding}", dtype)
-    more = set() if encoding == "nope" else {"seal_kernel"}
-    more |= {"move_kernel"} if "path" in encoding else set()
+    more = {"move_kernel"} if "path" in encoding else set()
     assert {row["kernel"] for row in rows} == DECODE | more
     for row in rows:
         assert "error" not in row, row
