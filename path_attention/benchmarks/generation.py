@@ -74,8 +74,9 @@ class BenchmarkGeneration:
             self,
             "generation",
             what="Tokens a second of a model under CUDA graphs and as a ratio to the first "
-            "preset's; for a fork, milliseconds of it and of both sides' next step, which seals a "
-            "unit, and what both then hold beyond the prefix as a share of its memory",
+            "preset's; for a fork, milliseconds of it and of sealing a unit on both sides, with and "
+            "without an ordinary step of each (steps_ms), and what both then hold beyond the prefix "
+            "as a share of its memory",
             rows=self.measure(device, say),
             device=device,
             draw=_draw,
@@ -138,7 +139,11 @@ class BenchmarkGeneration:
         report(f"{preset}, {batch} rows of {context} tokens: {taken:.3g} ms a step")
         row = {"preset": preset, "batch": batch, "context": context, "dtype": "bfloat16"}
         row |= {"repeats": self.repeats, "ms": float(f"{taken:.4g}"), "ratio": None}
-        row |= {"tokens_per_second": float(f"{1e3 * batch / taken:.4g}"), "memory_share": None}
+        row |= {
+            "tokens_per_second": float(f"{1e3 * batch / taken:.4g}"),
+            "memory_share": None,
+            "steps_ms": None,
+        }
         return [row]
 
 
@@ -167,23 +172,34 @@ def time_steps(
 
 
 def fork_row(prefix: int, device: torch.device) -> dict[str, Any]:
-    """Fork a prefix of PaTH in 32 heads of 64; the next token of each side seals a unit."""
+    """Fork a prefix of PaTH in 32 heads of 64; the next token of each side seals a unit.
+
+    What an ordinary step of each takes besides is measured by the tokens after that.
+    """
     unit = unit_length(64)
     length = max(1, prefix // unit) * unit + unit + 63
     cache, shape = LayerCache(), (1, 32, 32, 64)
     for start in range(0, length, 4096):
         _extend(cache, min(4096, length - start), shape, device)
-    held, times = memory([cache]), []
-    for turn in range(4):
+    held, times, steps, more = memory([cache]), [], [], 0
+    for turn in range(6):
         with stopwatch(device) as milliseconds:
             one, other = cache.fork(), cache.fork()
             _extend(one, 1, shape, device)
             _extend(other, 1, shape, device)
+        taken, more = milliseconds(), memory([cache, one, other]) - held
+        _extend(one, 1, shape, device)  # moves the tail that is left
+        _extend(other, 1, shape, device)
+        with stopwatch(device) as milliseconds:
+            _extend(one, 1, shape, device)
+            _extend(other, 1, shape, device)
         if turn:
-            times.append(milliseconds())
-    more = memory([cache, one, other]) - held
+            times.append(taken)
+            steps.append(milliseconds())
     row = {"preset": "path (fork, one layer)", "batch": 1, "context": length, "dtype": "bfloat16"}
-    row |= {"repeats": 3, "ms": float(f"{median(times):.4g}"), "ratio": None}
+    alone = median(a - b for a, b in zip(times, steps, strict=True))
+    row |= {"repeats": 5, "ms": float(f"{alone:.4g}"), "ratio": None}
+    row |= {"steps_ms": float(f"{median(times):.4g}")}
     return row | {"tokens_per_second": None, "memory_share": float(f"{more / held:.3g}")}
 
 

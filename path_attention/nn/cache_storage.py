@@ -157,8 +157,7 @@ class Tail:
 
     def restart(self, joined: Buffers, start: int, length: int) -> None:
         """Hold the tokens of `joined` from `start` on, `length` of them, and nothing else."""
-        self.buffers = {n: x for n, x in self.buffers.items() if n in joined}
-        self.length = length
+        self.buffers, self.length = {}, length
         for name, x in joined.items():
             write(self.buffers, name, 0, x[:, start:])
 

@@ -4,9 +4,9 @@ docs/algorithm.md §5, for a chunk of up to 16 tokens:
 
 - `move_kernel` moves its queries to the tail's start and on to the end of each sealed unit, by one
   matrix each in float16, and the tail's transition past the chunk;
-- `attend_kernel` splits the sealed units over the device;
 - `tail_kernel`, beside it, attends the tail and the chunk itself; keys of the tail pass the chunk
   (float32, in place);
+- `attend_kernel` splits the sealed units over the device;
 - `finish_kernel` merges the parts by log-sum-exp; where a unit became complete, the tail's keys are
   the unit's for ever, and each earlier unit's matrix is carried over it.
 
@@ -133,13 +133,6 @@ def _step(
     moved = in_range = rows.lses
     if w is not None:
         moved, in_range = _move(s, rows, q, w, beta, bool(early))
-    attend_kernel[(splits, B * H, blocks)](
-        q, either(gate, q), moved, in_range, either(s.tail_fade, q), either(s.turn, q), s.keys,
-        s.values, either(s.fade, q), either(s.unit_fade, q), either(s.valid, q), s.seen, rows.parts,
-        rows.lses, scale, T, s.unit, capacity, rows.count, **rows.sizes, BR=tiles.rows,
-        BN=min(tiles.keys, s.unit), STAGES=tiles.stages, num_warps=tiles.warps,
-        VALID=s.valid is not None, **kinds, **(early if w is not None else {}),
-    )  # fmt: skip
     asked = None if valid is None else valid.view(torch.uint8)
     operand: Any = tl.float32 if exact else tl.bfloat16
     tail_kernel[(chunks + 1, B * H)](
@@ -149,7 +142,14 @@ def _step(
         rows.count, splits, **rows.sizes, GP=triton.next_power_of_2(G), F=_factors(w),
         BR=_row_tile(rows), TP=16, CHUNKS=chunks, BC=BC, VALID=s.valid is not None,
         CHUNK_VALID=asked is not None, OPERAND=operand, num_warps=4 if width <= 128 else 8,
-        **_registers(width, q.device), **kinds, **early,
+        **_registers(width, q.device), **kinds, **(early if w is not None else {}),
+    )  # fmt: skip
+    attend_kernel[(splits, B * H, blocks)](
+        q, either(gate, q), moved, in_range, either(s.tail_fade, q), either(s.turn, q), s.keys,
+        s.values, either(s.fade, q), either(s.unit_fade, q), either(s.valid, q), s.seen, rows.parts,
+        rows.lses, scale, T, s.unit, capacity, rows.count, **rows.sizes, BR=tiles.rows,
+        BN=min(tiles.keys, s.unit), STAGES=tiles.stages, num_warps=tiles.warps,
+        VALID=s.valid is not None, **kinds, **early,
     )  # fmt: skip
     return _finish(s, rows, q, kinds, early)
 
@@ -199,12 +199,11 @@ def _finish(
 ) -> Tensor:
     B, H, capacity, D = s.keys.shape
     exact, DP = s.keys.dtype == torch.float32, padded(D)
-    hoisted = DP == 64 and not exact  # a unit's product, kept in shared memory
+    hoisted = DP <= 128 and not exact  # a unit's product, kept in shared memory
     places = 2 * multiprocessors(q.device.index) if q.device.type == "cuda" else B * H * _CPU_MOVERS
     copies = max(1, min(s.unit // 64, places // (B * H))) if s.has_tail else 0
     carriers = 0
     if s.high is not None:
-        places *= 1 if hoisted else 2
         carriers = max(1, min(capacity // s.unit * (DP // 64), places // (B * H)))
     out, lse = make_outputs(rows, q)
     operand: Any = tl.float32 if exact else tl.float16
@@ -214,8 +213,7 @@ def _finish(
         rows.parts, rows.lses, out, lse, s.seen, s.next, either(s.turn, q),
         *(either(z, q) for z in tables), rows.parts.shape[0], rows.count, rows.T, s.unit,
         s.ring_size, capacity, copies, *strides, **rows.sizes, GP=triton.next_power_of_2(rows.G),
-        BP=parts_at_once(rows), BN=32 if DP == 128 else 64, STAGES=2 if hoisted else 1,
-        OPERAND=operand, num_warps=4 if DP <= 128 else 8, **_registers(DP, q.device), **kinds,
-        **early,
+        BP=parts_at_once(rows), BN=DP if hoisted else 64, STAGES=2 if DP == 64 else 1,
+        OPERAND=operand, num_warps=4 if DP <= 128 else 8, **kinds, **early,
     )  # fmt: skip
     return out
