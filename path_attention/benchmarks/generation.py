@@ -74,9 +74,9 @@ class BenchmarkGeneration:
             self,
             "generation",
             what="Tokens a second of a model under CUDA graphs and as a ratio to the first "
-            "preset's; for a fork, milliseconds of it and of sealing a unit on both sides, with and "
-            "without an ordinary step of each (steps_ms), and what both then hold beyond the prefix "
-            "as a share of its memory",
+            "preset's; for a fork, milliseconds of it and of sealing a unit on both sides, without "
+            "and (steps_ms) with an ordinary step of each, and what both then hold beyond the "
+            "prefix as a share of its memory",
             rows=self.measure(device, say),
             device=device,
             draw=_draw,

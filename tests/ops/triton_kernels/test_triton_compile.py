@@ -204,14 +204,14 @@ def test_decode(capability):
 @pytest.mark.parametrize(
     ("capability", "D", "encoding", "dtype", "stack"),
     [
-        (80, 128, "path_fox", "bfloat16", 16),
+        (80, 128, "path_fox", "bfloat16", 240),
         (90, 128, "path_fox", "bfloat16", 0),
         (100, 128, "path_fox", "bfloat16", 0),
         (90, 256, "path", "bfloat16", 920),
         (90, 64, "nope", "bfloat16", 0),
         (90, 64, "fox", "float16", 0),
         (90, 64, "path_fox", "float32", 32),
-        (86, 128, "path", "bfloat16", 24),
+        (86, 128, "path", "bfloat16", 296),
     ],
 )
 def test_decode_of_other_sizes(capability, D, encoding, dtype, stack):
