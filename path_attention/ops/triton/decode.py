@@ -12,10 +12,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from path_attention.ops.decode import KeyGroup, Past, by_key_head, move_back
+from path_attention.ops.decode import KeyGroup, Past, by_key_head
 from path_attention.ops.triton.call import either
 from path_attention.ops.triton.decode_kernels import merge_kernel, units_kernel
 from path_attention.ops.triton.tiles import padded
@@ -61,7 +62,12 @@ def choose_splits(programs: int, length: int, tiles: Tiles, device: torch.device
     if device.type != "cuda":
         return min(most, _CPU_SPLITS)
     places = multiprocessors(device.index) * tiles.programs
-    waves = [programs * n / places for n in range(1, min(most, places) + 1)]
+    return _few_splits(programs, min(most, places), places)
+
+
+@lru_cache(maxsize=4096)
+def _few_splits(programs: int, most: int, places: int) -> int:
+    waves = [programs * n / places for n in range(1, most + 1)]
     filled = [x / math.ceil(x) for x in waves]
     return next(n for n, x in enumerate(filled, 1) if x >= _FILLED * max(filled))
 
@@ -98,55 +104,82 @@ def make_rows(q: Tensor, H: int, DV: int, parts: int) -> Rows:
 # --- The past of a cache that grows --------------------------------------------------------------
 
 
+class _Source(NamedTuple):
+    """A group of keys, and the rows that attend it, at its end."""
+
+    group: KeyGroup
+    x: Tensor  # float32 [B, H, rows, DP]
+    elapsed: Tensor | None  # [B, H, rows]
+
+
 def triton_decode(
     q: Tensor, past: Past, scale: float, elapsed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Arguments as in `decode_attention`, validated there; q in float32."""
-    todo: list[tuple[KeyGroup, Tensor, Tensor | None]] = []
-    if past.tail is not None:
-        todo.append((past.tail, q, elapsed))
-    if past.transition is not None and past.groups:
-        q = move_back(q, past.transition)
-    if past.decay is not None and elapsed is not None:
-        elapsed = elapsed + past.decay[:, None]
-    for group in past.groups:
-        moved = q if group.after is None else move_back(q, group.after)
-        late = elapsed
-        if late is not None and group.after_decay is not None:
-            late = late + group.after_decay[:, None]
-        todo.append((group, moved, late))
-    H, DV = todo[0][0].keys.shape[2], todo[0][0].values.shape[3]
-    width = max(padded(q.shape[3]), padded(DV))
-    count = q.shape[1] * q.shape[2] // H
-    tiles = [choose_tiles(width, count, group.keys.itemsize) for group, _, _ in todo]
+    sources = _sources(q, past, elapsed)
+    B, H, count, width = sources[0].x.shape
+    DV = sources[0].group.values.shape[3]
+    width = max(width, padded(DV))
+    tiles = [choose_tiles(width, count, s.group.keys.itemsize) for s in sources]
     splits = [
         choose_splits(
-            q.shape[0] * H * triton.cdiv(count, t.rows) * len(todo), g.keys.shape[1], t, q.device
+            B * H * triton.cdiv(count, t.rows) * len(sources), s.group.keys.shape[1], t, q.device
         )
-        for (g, _, _), t in zip(todo, tiles, strict=True)
+        for s, t in zip(sources, tiles, strict=True)
     ]
     rows, first = make_rows(q, H, DV, sum(splits)), 0
     with torch.cuda.device_of(q):
-        for (group, moved, late), t, n in zip(todo, tiles, splits, strict=True):
-            _attend_group(rows, group, moved, late, scale, t, first, n)
+        for source, t, n in zip(sources, tiles, splits, strict=True):
+            _attend_group(rows, source, scale, t, first, n)
             first += n
         return _merge(rows, q)
 
 
-def _attend_group(
-    rows: Rows,
-    group: KeyGroup,
-    q: Tensor,
-    elapsed: Tensor | None,
-    scale: float,
-    tiles: Tiles,
-    first: int,
-    splits: int,
-) -> None:
-    D, DP, H = rows.D, padded(rows.D), rows.H
+def _sources(q: Tensor, past: Past, elapsed: Tensor | None) -> list[_Source]:
+    """The tail and the groups, to whose ends one product moves all rows."""
+    groups, D = past.groups, q.shape[3]
+    H = (past.tail or groups[0]).keys.shape[2]
+    T, pad = q.shape[1], (0, padded(D) - D)
     x = by_key_head(q, H)
-    x = torch.nn.functional.pad(x, (0, DP - D)).contiguous()
-    late = None if elapsed is None else by_key_head(elapsed[..., None], H).contiguous()
+    late = None if elapsed is None else by_key_head(elapsed[..., None], H)[..., 0]
+    sources = []
+    if past.tail is not None:
+        sources.append(_Source(past.tail, F.pad(x, pad).contiguous(), _laid_out(late)))
+    if past.transition is not None and groups:
+        x = x @ past.transition.to(x.dtype).mT
+    if past.decay is not None and late is not None:
+        late = late + _of_rows(past.decay, H, T)
+    ahead = [n for n, g in enumerate(groups) if g.after is not None]
+    moved = dict.fromkeys(range(len(groups)), x)
+    if ahead:
+        after = torch.stack([_known(groups[n].after) for n in ahead], 1).to(x.dtype)
+        moved |= zip(ahead, (x[:, None] @ after.mT).unbind(1), strict=True)
+    for n, group in enumerate(groups):
+        behind = late
+        if late is not None and group.after_decay is not None:
+            behind = late + _of_rows(group.after_decay, H, T)
+        sources.append(_Source(group, F.pad(moved[n], pad).contiguous(), _laid_out(behind)))
+    return sources
+
+
+def _known(x: Tensor | None) -> Tensor:
+    assert x is not None
+    return x
+
+
+def _laid_out(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def _of_rows(decay: Tensor, H: int, T: int) -> Tensor:
+    """Decays `[B, HQ]` for the rows of key heads, `[B, H, T·G]`."""
+    return decay.unflatten(1, (H, -1)).repeat(1, 1, T)
+
+
+def _attend_group(
+    rows: Rows, source: _Source, scale: float, tiles: Tiles, first: int, splits: int
+) -> None:
+    group, x, late = source
     tables = (group.suffix, group.unit_decay)
     units = next((z.shape[1] for z in tables if z is not None), 1)
     move = None if group.suffix is None else _packed(group.suffix)
@@ -156,7 +189,7 @@ def _attend_group(
     k, v = (z if z.stride(3) == 1 else z.contiguous() for z in (group.keys, group.values))
     valid = None if group.valid is None else group.valid.contiguous().view(torch.uint8)
     cb, ct, ch = strides[1]
-    units_kernel[(splits, rows.B * H, triton.cdiv(rows.count, tiles.rows))](
+    units_kernel[(splits, rows.B * rows.H, triton.cdiv(rows.count, tiles.rows))](
         x, either(late, x), k, v, either(move, x), either(group.decay, x), either(fade, x),
         either(valid, x), either(group.rows, x), rows.parts, rows.lses, scale, k.shape[1],
         max(1, k.shape[1] // units), rows.count, first,

@@ -68,8 +68,6 @@ def attend_kernel(
     v_ptr = values_ptr + i_bh.to(tl.int64) * capacity * DV
     if EARLY and MOVE:
         gdc_wait()
-    if EARLY and not MOVE and i_split + i_bh + i_r == 0:
-        gdc_wait()  # on behalf of what follows
     if first < stop:
         if MOVE:
             in_range = tl.load(range_ptr + i_bh)

@@ -4,9 +4,9 @@ docs/algorithm.md §5, for a chunk of up to 16 tokens:
 
 - `move_kernel` moves its queries to the tail's start and on to the end of each sealed unit, by one
   matrix each in float16, and the tail's transition past the chunk;
+- `attend_kernel` splits the sealed units over the device;
 - `tail_kernel`, beside it, attends the tail and the chunk itself; keys of the tail pass the chunk
   (float32, in place);
-- `attend_kernel` splits the sealed units over the device;
 - `finish_kernel` merges the parts by log-sum-exp; where a unit became complete, the tail's keys are
   the unit's for ever, and each earlier unit's matrix is carried over it.
 
@@ -133,6 +133,13 @@ def _step(
     moved = in_range = rows.lses
     if w is not None:
         moved, in_range = _move(s, rows, q, w, beta, bool(early))
+    attend_kernel[(splits, B * H, blocks)](
+        q, either(gate, q), moved, in_range, either(s.tail_fade, q), either(s.turn, q), s.keys,
+        s.values, either(s.fade, q), either(s.unit_fade, q), either(s.valid, q), s.seen, rows.parts,
+        rows.lses, scale, T, s.unit, capacity, rows.count, **rows.sizes, BR=tiles.rows,
+        BN=min(tiles.keys, s.unit), STAGES=tiles.stages, num_warps=tiles.warps,
+        VALID=s.valid is not None, **kinds, **(early if w is not None else {}),
+    )  # fmt: skip
     asked = None if valid is None else valid.view(torch.uint8)
     operand: Any = tl.float32 if exact else tl.bfloat16
     tail_kernel[(chunks + 1, B * H)](
@@ -142,14 +149,7 @@ def _step(
         rows.count, splits, **rows.sizes, GP=triton.next_power_of_2(G), F=_factors(w),
         BR=_row_tile(rows), TP=16, CHUNKS=chunks, BC=BC, VALID=s.valid is not None,
         CHUNK_VALID=asked is not None, OPERAND=operand, num_warps=4 if width <= 128 else 8,
-        **_registers(width, q.device), **kinds, **(early if w is not None else {}),
-    )  # fmt: skip
-    attend_kernel[(splits, B * H, blocks)](
-        q, either(gate, q), moved, in_range, either(s.tail_fade, q), either(s.turn, q), s.keys,
-        s.values, either(s.fade, q), either(s.unit_fade, q), either(s.valid, q), s.seen, rows.parts,
-        rows.lses, scale, T, s.unit, capacity, rows.count, **rows.sizes, BR=tiles.rows,
-        BN=min(tiles.keys, s.unit), STAGES=tiles.stages, num_warps=tiles.warps,
-        VALID=s.valid is not None, **kinds, **early,
+        **_registers(width, q.device), **kinds, **early,
     )  # fmt: skip
     return _finish(s, rows, q, kinds, early)
 

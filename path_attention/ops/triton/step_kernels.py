@@ -317,7 +317,7 @@ def tail_kernel(
     """Append a chunk to the tail, and attend both.
 
     Programs of one row and key head: CHUNKS, each of BC places of the tail; one for the chunk
-    itself. Runs beside `move_kernel`, whose end one program waits for on behalf of what follows.
+    itself. Runs beside `attend_kernel`, whose end one program waits for on behalf of what follows.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -358,5 +358,5 @@ def tail_kernel(
             o_valid = i_b.to(tl.int64) * capacity + before + o_t
             tl.store(valid_ptr + o_valid, b_valid, (o_t < T) & (i_h == 0))
         tl.store(next_ptr + i_b, before + T, i_h == 0)
-        if EARLY and MOVE and i_bh == 0:
+        if EARLY and i_bh == 0:
             gdc_wait()
