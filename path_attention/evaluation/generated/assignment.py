@@ -3,11 +3,14 @@
     a = 3; b = 7; a, b = b, a; b = a; print(b) -> 7
 
 A trace is a state that each statement changes, written in text, so that any tokenizer reads it. Its
-difficulty is the number of statements that the answer hangs on:
+difficulty is its distance, the number of statements that the answer has come through: those behind
+the one where it stands as a constant.
 
-    last_value    constants alone: the asked variable's last one, by its distance
+    last_value    constants alone: the asked variable's last one
     swaps         constants once, then swaps alone: every swap counts, none may be lost
-    mixed         constants, copies and swaps in the shares 1 : 1 : 3
+    mixed         constants, copies and swaps in the shares 1 : 1 : 3; of five variables, one
+                  statement in 25 gives a followed value up, so that longer traces have more to
+                  skip, and no more to follow
 
 The state of swaps is an element of the symmetric group of the variables, S5 for five: what one
 layer of fixed transitions cannot track (arXiv 2404.08819), and products of Householder factors can.
@@ -38,7 +41,7 @@ class Trace:
         statements: of Python, in their order; the first give each variable its constant.
         values: what each variable holds after the last.
         asked: variables, in the order in which they are asked for.
-        distance: statements behind the last that wrote the first asked variable.
+        distance: statements behind the one whose constant the first asked variable holds.
     """
 
     statements: tuple[str, ...]
@@ -71,7 +74,7 @@ class Tracer:
     >>> print("; ".join(trace.statements))
     c = 5; e = 4; t = 3; t, c = c, t; e, c = c, e; c, t = t, c; e = c; e, c = c, e
     >>> trace.text[-11:], trace.values, trace.distance
-    ('print(t) ->', {'c': 5, 'e': 5, 't': 4}, 2)
+    ('print(t) ->', {'c': 5, 'e': 5, 't': 4}, 6)
     """
 
     def __init__(self, task: str, rng: np.random.Generator, variables: int = VARIABLES) -> None:
@@ -86,8 +89,8 @@ class Tracer:
         self.late = int(rng.integers(10))
         first = rng.choice(10, variables, replace=variables > 10)
         self._values = [dict(zip(self.names, first.tolist(), strict=True))]
+        self._origins = [{name: n for n, name in enumerate(self.names)}]  # of values: a statement
         self._statements: list[str] = []
-        self._written: list[tuple[str, ...]] = []
 
     @property
     def least(self) -> int:
@@ -104,15 +107,12 @@ class Tracer:
         first = [f"{name} = {value}" for name, value in self._values[0].items()]
         late = bool(more) and self.task == "last_value"  # one statement is the asked variable's
         lines = [*first, *self._statements[: more - late]]
-        written = [(name,) for name in self.names] + self._written[: more - late]
-        values = dict(self._values[more - late])
+        values, origin = dict(self._values[more - late]), self._origins[more - late][self.asked[0]]
         if late:
-            place = self.least + int(self.place * more)
-            lines.insert(place, f"{self.asked[0]} = {self.late}")
-            written.insert(place, self.asked[:1])
+            origin = self.least + int(self.place * more)
+            lines.insert(origin, f"{self.asked[0]} = {self.late}")
             values[self.asked[0]] = self.late
-        distance = next(n for n, names in enumerate(reversed(written)) if self.asked[0] in names)
-        return Trace(tuple(lines), values, self.asked, distance)
+        return Trace(tuple(lines), values, self.asked, statements - 1 - origin)
 
     def held(self, statements: int) -> dict[str, int]:
         """What variables hold after so many statements, but for "last_value"."""
@@ -121,25 +121,27 @@ class Tracer:
         return self._values[statements - self.least]
 
     def _step(self) -> None:
-        values, rng = dict(self._values[-1]), self.rng
+        values, origins, rng = dict(self._values[-1]), dict(self._origins[-1]), self.rng
         kind = {"last_value": 0.0, "swaps": 1.0}.get(self.task)
         kind = float(rng.random()) if kind is None else kind
         open_to = [n for n in self.names if self.task != "last_value" or n != self.asked[0]]
         if kind < _CONSTANT:
             name = open_to[int(rng.integers(len(open_to)))]
             values[name] = int(rng.integers(10))
-            line, written = f"{name} = {values[name]}", (name,)
+            origins[name] = self.least + len(self._statements)
+            line = f"{name} = {values[name]}"
         else:
             a, b = (self.names[i] for i in rng.choice(len(self.names), 2, replace=False))
             if kind < _COPY:
-                values[a] = values[b]
-                line, written = f"{a} = {b}", (a,)
+                values[a], origins[a] = values[b], origins[b]
+                line = f"{a} = {b}"
             else:
                 values[a], values[b] = values[b], values[a]
-                line, written = f"{a}, {b} = {b}, {a}", (a, b)
+                origins[a], origins[b] = origins[b], origins[a]
+                line = f"{a}, {b} = {b}, {a}"
         self._values.append(values)
+        self._origins.append(origins)
         self._statements.append(line)
-        self._written.append(written)
 
 
 def assignment_sample(
@@ -151,8 +153,8 @@ def assignment_sample(
 ) -> Sample:
     """A trace of as many statements as fit, and one variable to print.
 
-    Its difficulty is the distance of "last_value", else the number of statements behind the
-    constants. Its `more` asks for the other variables too, one by one: for texts to train on.
+    Its difficulty is its distance. Its `more` asks for the other variables too, one by one: for
+    texts to train on.
 
     Args:
         task: one of `TASKS`.
@@ -175,7 +177,6 @@ def assignment_sample(
     def build(statements: int) -> Sample:
         trace = tracer.trace(statements)
         answers = [str(trace.values[name]) for name in trace.asked]
-        distant = task == "last_value"
         more = tuple(
             (f"; print({name}) ->", answer)
             for name, answer in zip(trace.asked[1:], answers[1:], strict=True)
@@ -186,7 +187,7 @@ def assignment_sample(
             (answers[0],),
             _NEW_TOKENS,
             length,
-            difficulty=trace.distance if distant else statements - tracer.least,
+            difficulty=trace.distance,
             more=more,
         )
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _ANSWERS = "answers.npy"
-_HELD_OUT = 32  # every so manieth sample is held out
+_HELD_OUT = 31  # every so manieth number; odd, since every second one may be a lesson
 
 
 def solve(
@@ -65,14 +65,18 @@ def write_solved(
     """Write solved samples as a corpus in a new folder, whole or not at all.
 
     Args:
-        names: of the samples, before a "/" what they are of.
+        names: of the samples, what they are of, "/", and a number. Samples of one number are held
+            out together: made from one seed, the shorter may begin the longer.
     """
     documents = [solve(sample, tokenizer, starts=starts) for sample in samples]
     lengths = [len(ids) for ids, _ in documents]
     dtype = np.dtype("<u2" if len(tokenizer) <= 1 << 16 else "<u4")
     tokens = np.concatenate([np.asarray(ids, dtype) for ids, _ in documents])
     answers = np.concatenate([np.asarray(mask, bool) for _, mask in documents])
-    heldout = np.arange(len(samples)) % _HELD_OUT == _HELD_OUT - 1
+    numbers = np.asarray([int(name.rpartition("/")[2]) for name in names])
+    heldout = numbers % _HELD_OUT == _HELD_OUT - 1
+    pairs = [(tuple(ids), held) for (ids, _), held in zip(documents, heldout, strict=True)]
+    trained = {ids for ids, held in pairs if not held}
     sizes = [sum(len(f"{q} {a}".encode()) for q, a in sample.questions) for sample in samples]
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -92,7 +96,7 @@ def write_solved(
         "vocab_size": len(tokenizer),
         "documents": len(samples),
         "heldout_documents": int(heldout.sum()),
-        "heldout_documents_also_in_training": 0,
+        "heldout_documents_also_in_training": sum(ids in trained for ids, held in pairs if held),
         "tokens": len(tokens),
         "heldout_tokens": int(np.asarray(lengths)[heldout].sum()),
         "bytes": sum(sizes),
