@@ -15,7 +15,7 @@ import tyro
 
 from path_attention.analysis.capture import attention_layers, visit_layers
 from path_attention.analysis.measure import Probes, Totals, measure
-from path_attention.analysis.summary import Row, mean_rows, summary
+from path_attention.analysis.summary import Row, check_level, mean_rows, summary
 from path_attention.models.loading import load_model, load_tokenizer, model_folder
 from path_attention.results import make_result, write_result
 from path_attention.training.corpus import TokenCorpus
@@ -72,7 +72,11 @@ class AnalyzeModel:
 
         disable_progress_bar()
         named = self.named()
-        lengths = tuple(_numbers("lengths", self.lengths))
+        lengths = tuple(parse_numbers("lengths", self.lengths))
+        Probes.spread(lengths, self.probes, lengths[-1])
+        check_level(self.level)
+        if self.near is not None and self.near < 1:
+            raise ValueError(f"near: expected at least 1, got {self.near}")
         device = self.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -101,8 +105,8 @@ class AnalyzeModel:
                 mine = [row for row in rows if row["model"] == label]
                 heads = sum(row["kind"] == "head" for row in mine)
                 write_pages(mine, self.out / label, label, lambda n, h=heads: report("pages", n, h))
-        for partial in self.out.parent.glob(f".{self.out.name}.*.partial"):
-            partial.unlink()
+        for label in named:
+            self.partial(label).unlink(missing_ok=True)
         say(_table(rows))
         say(f"wrote {self.out}.json and {self.out}.png")
 
@@ -116,7 +120,13 @@ class AnalyzeModel:
                 f"labels: expected a different one for each of {len(self.models)} models, "
                 f"got {names}"
             )
+        if bad := [name for name in names if name in ("", "..") or Path(name).name != name]:
+            raise ValueError(f"labels: expected names of files, got {bad}")
         return dict(zip(names, self.models, strict=True))
+
+    def partial(self, label: str) -> Path:
+        """Where it is kept what an interrupted run has done of a model."""
+        return self.out.with_name(f".{self.out.name}.{label}.partial")
 
     def measure(
         self,
@@ -130,11 +140,13 @@ class AnalyzeModel:
         loaded: Any = load_model(model_folder(folder), dtype=getattr(torch, self.dtype))
         model = loaded.to(device)
         windows = self.read(folder, model, lengths[-1])
-        near = self.near or load_model_config(self.models[0]).max_position_embeddings
+        near = self.near
+        if near is None:
+            near = load_model_config(self.models[0]).max_position_embeddings
         probes = Probes.spread(lengths, self.probes, lengths[-1])
         layers = len(attention_layers(model))
         partial = Partial(
-            self.out.with_name(f".{self.out.name}.{label}.partial"),
+            self.partial(label),
             (_files(folder), windows.tolist(), lengths, near, self.probes, self.dtype, str(device)),
         )
         totals, done = partial.read()
@@ -225,7 +237,8 @@ def _files(folder: Path) -> list[tuple[str, int, int]]:
     return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
-def _numbers(name: str, text: str) -> list[int]:
+def parse_numbers(name: str, text: str) -> list[int]:
+    """From "8,16,…". Raises ValueError with the name."""
     try:
         return [int(word) for word in text.split(",")]
     except ValueError:
@@ -236,9 +249,8 @@ def _numbers(name: str, text: str) -> list[int]:
 
 def _over_heads(rows: Sequence[Row]) -> list[Row]:
     """Each head's own row, and means of the others over a model's layers and heads."""
-    others = [{k: v for k, v in row.items() if k != "layer"} for row in rows]
-    others = [row for row in others if row["kind"] != "head"]
-    return [row for row in rows if row["kind"] == "head"] + mean_rows(others)
+    others = [row for row in rows if row["kind"] != "head"]
+    return [row for row in rows if row["kind"] == "head"] + mean_rows(others, ("layer", "head"))
 
 
 def _rounded(row: Row) -> Row:

@@ -50,6 +50,7 @@ class ProbeSums:
         self.far_vector = zeros.new_zeros(HQ, P, E)
         self.far_square, self.far_length = zeros.clone(), zeros.clone()
         self.far_weight = zeros.clone()
+        self.near_log, self.far_log = zeros - torch.inf, zeros - torch.inf  # of sums of weights
         self.near_most, self.far_most = zeros - torch.inf, zeros - torch.inf
         self.far_least = zeros + torch.inf
         self.pairs = zeros.new_zeros(self.lengths, len(edges))
@@ -128,10 +129,12 @@ class ProbeSums:
     def _weigh(self, tile: Tile, distance: Tensor, place: Tensor, far: Tensor) -> None:
         active, v = slice(tile.first, None), self.routes.v[tile.start : tile.stop].double()
         log = self._log_weights(tile, distance)
-        near_most = log.masked_fill(far, -torch.inf).amax(-1)
-        self.near_most[:, active] = torch.maximum(self.near_most[:, active], near_most)
-        far_most = log.masked_fill(~far, -torch.inf).amax(-1)
-        self.far_most[:, active] = torch.maximum(self.far_most[:, active], far_most)
+        for side, most, whole in (
+            (log.masked_fill(far, -torch.inf), self.near_most, self.near_log),
+            (log.masked_fill(~far, -torch.inf), self.far_most, self.far_log),
+        ):
+            most[:, active] = torch.maximum(most[:, active], side.amax(-1))
+            whole[:, active] = torch.logaddexp(whole[:, active], side.logsumexp(-1))
         far_least = log.masked_fill(~far, torch.inf).amin(-1)
         self.far_least[:, active] = torch.minimum(self.far_least[:, active], far_least)
 
@@ -163,7 +166,7 @@ class ProbeSums:
         found = self._of_values() | {"far_mass": self.far_weight / whole}
         found["far_keys"] = far_keys.expand_as(whole)
         if self.routes.normalizer == "softmax":
-            found |= self._of_logits(found["far_mass"], far_keys)
+            found |= self._of_logits(far_keys)
         for name, x in found.items():
             x = torch.where(has_far, x, 0.0)
             totals.add(**{name: x.new_zeros(len(x), lengths).index_add(1, of_length, x)})
@@ -193,14 +196,13 @@ class ProbeSums:
             "coherence": norm / square.clamp(min=_TINY),
         }
 
-    def _of_logits(self, far_mass: Tensor, far_keys: Tensor) -> dict[str, Tensor]:
+    def _of_logits(self, far_keys: Tensor) -> dict[str, Tensor]:
         """2λ and the bound it gives, and how far near logits stand above far ones."""
         near_keys = self.at + 1 - far_keys
         spread = self.near_most - self.far_least
-        odds = (1 - far_mass).clamp(min=_TINY).log() - far_mass.clamp(min=_TINY).log()
         return {
             "spread": spread,
             "bound": far_mass_bound(near_keys, far_keys, spread),
-            "gap": odds + far_keys.log() - near_keys.log(),
+            "gap": self.near_log - near_keys.log() - (self.far_log - far_keys.log()),
             "gap_most": self.near_most - self.far_most,
         }

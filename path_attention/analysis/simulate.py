@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from path_attention.analysis.analyze import parse_numbers
 from path_attention.analysis.figure import (
     BLUE,
     GREEN,
@@ -181,7 +182,7 @@ class Simulate:
         return make
 
     def _sizes(self) -> list[int]:
-        return [int(word) for word in self.tail_sizes.split(",")]
+        return parse_numbers("tail_sizes", self.tail_sizes)
 
     def _check(self) -> None:
         least = {"heads": 1, "near": 1, "probes": 1, "tokens": 2 * self.near}
@@ -190,6 +191,11 @@ class Simulate:
                 raise ValueError(f"{name}: expected at least {low}, got {getattr(self, name)}")
         if self.head_size < 4 or self.head_size % 2:
             raise ValueError(f"head_size: expected an even size from 4 on, got {self.head_size}")
+        for name in ("logit", "angle", "slope"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}: expected at least 0, got {getattr(self, name)}")
+        if min(self._sizes()) < 2:
+            raise ValueError(f"tail_sizes: expected at least 2 each, got {self.tail_sizes!r}")
         for law in self.betas.split(","):
             if law != "uniform" and not _in_range(law):
                 raise ValueError(f"betas: expected uniform or numbers from 0 to 2, got {law!r}")

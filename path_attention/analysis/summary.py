@@ -34,8 +34,7 @@ def summary(
     Raises:
         ValueError: naming level.
     """
-    if not 0 < level < 1:
-        raise ValueError(f"level: expected a number between 0 and 1, got {level}")
+    check_level(level)
     rows: list[Row] = []
     heads = totals.sums["products"].shape[1]
     for head in range(heads):
@@ -46,6 +45,12 @@ def summary(
         for kind in (routes, contexts, score_rows(totals, head), tail_rows(totals, head)):
             rows += [row | own for row in kind]
     return [{"kind": row["kind"], **names, "head": row["head"], **row} for row in rows]
+
+
+def check_level(level: float) -> None:
+    """Raise ValueError unless 0 < level < 1."""
+    if not 0 < level < 1:
+        raise ValueError(f"level: expected a number between 0 and 1, got {level}")
 
 
 def head_row(
@@ -256,25 +261,30 @@ def _finite(x: float) -> float | None:
     return x if math.isfinite(x) else None
 
 
-def mean_rows(rows: Sequence[Row]) -> list[Row]:
+def mean_rows(rows: Sequence[Row], over: Sequence[str] = ("head",)) -> list[Row]:
     """Means over heads of rows that else have the same names; None where a head has none.
 
-    head becomes the number of heads.
+    A head without a row for a bin of scores has a share of 0 there. head becomes the number of
+    heads; the other columns that the means are `over` are left out.
     """
-    keys = ("length", "u", "above", "below")
+    keys = [key for key in ("layer", "length", "u", "above", "below") if key not in over]
+    heads: dict[tuple[Any, ...], set[tuple[Any, ...]]] = {}
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        place = tuple(row.get(key) for key in keys)
-        words = tuple((k, v) for k, v in row.items() if isinstance(v, str))
-        groups.setdefault((*words, *place, row.get("layer")), []).append(row)
+        words = [(k, v) for k, v in row.items() if isinstance(v, str)]
+        whole = (*words, None if "layer" in over else row.get("layer"))
+        heads.setdefault(whole, set()).add(tuple(row[key] for key in over))
+        groups.setdefault((whole, *(row.get(key) for key in keys)), []).append(row)
     means = []
-    for group in groups.values():
-        row: Row = {}
-        for name, value in group[0].items():
+    for (whole, *_), group in groups.items():
+        row: Row = {"head": len(heads[whole])}
+        for name in group[0].keys() - set(over):
             values = [each[name] for each in group]
-            if len(set(values)) == 1:
-                row[name] = value
+            if name.endswith("_share") and None not in values:
+                row[name] = sum(values) / row["head"]
+            elif len(set(values)) == 1:
+                row[name] = values[0]
             else:
                 row[name] = None if None in values else sum(values) / len(values)
-        means.append(row | {"head": len(group)})
+        means.append({name: row[name] for name in group[0] if name in row})
     return means

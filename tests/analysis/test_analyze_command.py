@@ -83,6 +83,8 @@ def test_rows_figures_and_a_page_for_each_head(done: AnalyzeModel) -> None:
 
 def test_an_interrupted_run_goes_on(done: AnalyzeModel, tmp_path: Path, monkeypatch) -> None:
     again = replace(done, out=tmp_path / "out", pages=False)
+    anothers = tmp_path / ".out.2.path_fox.partial"
+    anothers.touch()
     read, passes = analyze.visit_layers, []
 
     def visit(*arguments) -> None:
@@ -99,6 +101,7 @@ def test_an_interrupted_run_goes_on(done: AnalyzeModel, tmp_path: Path, monkeypa
     rows = [read_result(each.out.with_suffix(".json"))["rows"] for each in (done, again)]
     assert rows[0] == rows[1]
     assert not (tmp_path / "out").exists()
+    assert list(tmp_path.glob(".*")) == [anothers]
     replace(again, means=True).run()
     means = read_result(again.out.with_suffix(".json"))["rows"]
     assert [r for r in means if r["kind"] == "head"] == [r for r in rows[0] if r["kind"] == "head"]
@@ -122,9 +125,19 @@ def test_an_interrupted_run_goes_on(done: AnalyzeModel, tmp_path: Path, monkeypa
         ({"models": ()}, "models: expected at least one"),
         ({"data": Path("no/such")}, "corpus: expected a folder"),
         ({"level": 2.0}, "level: expected a number between 0 and 1"),
+        ({"near": 0}, "near: expected at least 1, got 0"),
+        ({"probes": 0}, "probes: expected at least 1, got 0"),
+        ({"lengths": "64,32"}, "lengths: expected rising numbers"),
+        ({"labels": ("a", "b/c")}, "labels: expected names of files"),
     ],
 )
-def test_bad_options(command: AnalyzeModel, change: dict, message: str, tmp_path: Path) -> None:
+def test_bad_options(
+    command: AnalyzeModel, change: dict, message: str, tmp_path: Path, monkeypatch
+) -> None:
+    def visit(*_) -> None:
+        raise AssertionError("a bad option is said before a model reads")
+
+    monkeypatch.setattr(analyze, "visit_layers", visit)
     with pytest.raises(ValueError, match=message):
         replace(command, out=tmp_path / "x", pages=False, **change).run()
 
@@ -150,7 +163,13 @@ def test_simulations_follow_their_laws(tmp_path: Path) -> None:
     assert far["so2"] < far["none"] and far["so2_alibi"] < far["so2"]
     tails = [row for row in rows if row["kind"] == "tail" and row["case"] == "orthogonal_tail"]
     assert {row["head_size"] for row in tails} == {4, 8}
-    with pytest.raises(ValueError, match="betas: expected"):
-        replace(simulate, betas="3").run()
-    with pytest.raises(ValueError, match="head_size: expected"):
-        replace(simulate, head_size=5).run()
+    for change, message in (
+        ({"betas": "3"}, "betas: expected"),
+        ({"head_size": 5}, "head_size: expected"),
+        ({"tail_sizes": "8,x"}, "tail_sizes: expected"),
+        ({"tail_sizes": "1"}, "tail_sizes: expected"),
+        ({"slope": -1.0}, "slope: expected"),
+        ({"angle": -1.0}, "angle: expected"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(simulate, **change).run()

@@ -207,6 +207,29 @@ def test_sums_of_sequences_add_up() -> None:
         assert torch.equal(x, torch.maximum(parts[0].most[name], parts[1].most[name]))
 
 
+def test_means_over_heads_of_distributions_are_distributions() -> None:
+    """Heads with other scores have other bins: a bin that a head lacks has a share of 0 there."""
+    x = make_inputs(T, HQ, H, D, "householder")
+    x["q"] = x["q"] * torch.tensor([0.1, 1.0, 10.0, 100.0])[:, None]
+    rows = summary(measure(Routes.of(**x), Probes.spread((T,), 8, T), NEAR), (T,), NEAR)
+    for name in ("near_share", "far_share"):
+        means = [row for row in mean_rows(rows) if row["kind"] == "scores"]
+        assert sum(row[name] for row in means) == pytest.approx(1, **CLOSE)
+        assert {row["head"] for row in means} == {HQ}
+
+
+def test_gaps_beyond_float64s_least_weight() -> None:
+    """A sink far away that leaves near keys e^−900 of the attention, and the other way round."""
+    x = torch.zeros(40, 1, 2, dtype=torch.float64)
+    q, k = x + 1, x.clone()
+    for sink, gap in ((0, math.log(32) - 900), (39, 900 - math.log(8))):
+        k[:] = 0
+        k[sink, 0, 0] = 900
+        measured = measure(Routes.of(q, k, k, scale=1), Probes.spread((40,), 1, 40), 8)
+        (row,) = rows_of("context", summary(measured, (40,), 8), 0)
+        assert row["gap"] == pytest.approx(gap, rel=1e-12)
+
+
 def test_a_walk_holds_no_more_than_a_segment() -> None:
     x = make_inputs(300, HQ, H, D, "householder")
     widest = max(tile.scores.shape[2] for tile in walk(Routes.of(**x), (10, 200, 299), 32))
