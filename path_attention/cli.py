@@ -168,6 +168,11 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
         "AnalyzeSwaps",
         "how long one PaTH layer with hand-set weights tracks items under swaps",
     ),
+    ("analyze", "swaps_trained"): (
+        "path_attention.analysis.swaps_trained",
+        "AnalyzeSwapsTrained",
+        "the same task learned by one layer of PaTH and of RoPE, beside it",
+    ),
     ("analyze", "simulate"): (
         "path_attention.analysis.simulate",
         "Simulate",

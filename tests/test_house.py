@@ -32,7 +32,7 @@ ALLOWED = {
     "training": TRAINING,
     "tasks": TRAINING | {"tasks"},
     "evaluation": TRAINING | {"evaluation"},
-    "analysis": TRAINING | {"analysis"},
+    "analysis": TRAINING | {"tasks", "analysis"},
     "conversion": CONVERSION,
     "recipes": CONVERSION | {"recipes"},
     "serving": MODELS | {"serving"},

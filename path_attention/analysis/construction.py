@@ -35,12 +35,12 @@ YES = CLAIM + len(CLAIMS)
 NO = YES + 1
 VOCABULARY = NO + 1
 
-_HIDDEN, _HEADS, _HEAD = 64, 2, 16
+HIDDEN, HEADS, HEAD = 64, 2, 16
 _ANSWER = VOCABULARY  # residual coordinates behind the embeddings': five items, then yes less no
 _FIXED = ITEMS  # head coordinates that no swap moves: e' …
 _REST = 2 * ITEMS  # … and the resting place
-_ELSEWHERE = _HEAD - 1  # direction of tokens that move nothing (their β is 0)
-_UNIT = _HIDDEN**0.5  # of a normalised one-hot embedding
+_ELSEWHERE = HEAD - 1  # direction of tokens that move nothing (their β is 0)
+_UNIT = HIDDEN**0.5  # of a normalised one-hot embedding
 
 
 def swap_tracker(beta_max: float = 2.0, sharpness: float = 40.0) -> PathAttentionForCausalLM:
@@ -54,10 +54,10 @@ def swap_tracker(beta_max: float = 2.0, sharpness: float = 40.0) -> PathAttentio
     """
     config = PathAttentionConfig(
         vocab_size=VOCABULARY,
-        hidden_size=_HIDDEN,
+        hidden_size=HIDDEN,
         num_hidden_layers=1,
-        num_attention_heads=_HEADS,
-        head_dim=_HEAD,
+        num_attention_heads=HEADS,
+        head_dim=HEAD,
         intermediate_size=1,
         rms_norm_eps=1e-12,  # nothing beside the mean square of a one-hot row, in float32
         tie_word_embeddings=False,
@@ -81,8 +81,8 @@ def swap_tracker(beta_max: float = 2.0, sharpness: float = 40.0) -> PathAttentio
 def _set_weights(model: PathAttentionForCausalLM, sharpness: float) -> None:
     body: Any = model.model
     attention, lm_head = body.layers[0].attention, model.lm_head
-    body.embed_tokens.weight.copy_(torch.eye(VOCABULARY, _HIDDEN))
-    looked_for = sharpness * _HEAD**0.5  # the layer's scale is D^-½
+    body.embed_tokens.weight.copy_(torch.eye(VOCABULARY, HIDDEN))
+    looked_for = sharpness * HEAD**0.5  # the layer's scale is D^-½
     plus, minus = opposite_inputs()
     rows: dict[str, nn.Linear] = {
         "q": attention.q_proj,
@@ -92,10 +92,10 @@ def _set_weights(model: PathAttentionForCausalLM, sharpness: float) -> None:
     }
 
     def put(matrix: str, head: int, coordinate: int, token: int, value: float) -> None:
-        rows[matrix].weight[head * _HEAD + coordinate, token] += value / _UNIT
+        rows[matrix].weight[head * HEAD + coordinate, token] += value / _UNIT
 
     for x in range(ITEMS):
-        for head in range(_HEADS):
+        for head in range(HEADS):
             put("k", head, x, x, 1)
         put("k", 1, _FIXED + x, x, 1)
         put("v", 0, x, x, 1)
@@ -109,7 +109,7 @@ def _set_weights(model: PathAttentionForCausalLM, sharpness: float) -> None:
         put("q", 1, _FIXED + x, CLAIM + n, looked_for)
         put("q", 1, _REST, CLAIM + n, 1.5 * looked_for)
     for token in range(VOCABULARY):
-        for head in range(_HEADS):
+        for head in range(HEADS):
             if SWAP <= token < ASK:
                 a, b = SWAPS[token - SWAP]
                 put("w", head, a, token, plus)
@@ -122,7 +122,7 @@ def _set_weights(model: PathAttentionForCausalLM, sharpness: float) -> None:
     for x in range(ITEMS):
         attention.o_proj.weight[_ANSWER + x, x] = 1
         lm_head.weight[x, _ANSWER + x] = 1
-    attention.o_proj.weight[_ANSWER + ITEMS, _HEAD] = 1
+    attention.o_proj.weight[_ANSWER + ITEMS, HEAD] = 1
     lm_head.weight[YES, _ANSWER + ITEMS] = 1
     lm_head.weight[NO, _ANSWER + ITEMS] = -1
 
