@@ -92,6 +92,16 @@ class Answer:
         """Prompt and answer."""
         return self.request.prompt + self.tokens
 
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and answer."""
+        return len(self.request.prompt) + len(self.tokens)
+
+    @property
+    def newest(self) -> int:
+        """The last of them."""
+        return (self.tokens or self.request.prompt)[-1]
+
     def accept(self, token: int, logprob: TokenLogprob | None) -> None:
         """Add a token and deliver the text that it makes certain."""
         self.tokens.append(token)
@@ -133,11 +143,8 @@ class Answer:
         self.request.deliver(piece)
 
 
-def choose(logits: Tensor, answers: Sequence[Answer]) -> list[int]:
-    """The next token of each answer by its row of logits `[R, V]`.
-
-    Raises FloatingPointError on logits that are not numbers.
-    """
+def choose(logits: Tensor, answers: Sequence[Answer]) -> list[int | None]:
+    """The next token of each answer by its row of logits `[R, V]`; None for one of no numbers."""
     changed = {}
     for n, answer in enumerate(answers):
         own = logits[n]
@@ -149,10 +156,13 @@ def choose(logits: Tensor, answers: Sequence[Answer]) -> list[int]:
         for n, row in changed.items():
             logits[n] = row
     best, tokens = logits.max(1)
-    if best.isnan().any():
-        raise FloatingPointError("logits: expected numbers, got NaN")
-    chosen = tokens.tolist()
-    drawn = [n for n, answer in enumerate(answers) if answer.sampling.temperature > 0]
+    usable = zip(tokens.tolist(), best.isfinite().tolist(), strict=True)
+    chosen = [token if finite else None for token, finite in usable]
+    drawn = [
+        n
+        for n, answer in enumerate(answers)
+        if answer.sampling.temperature > 0 and chosen[n] is not None
+    ]
     if drawn:
         probs = probabilities(logits[drawn], [answers[n].sampling for n in drawn])
         at = [answers[n].random.random() for n in drawn]
@@ -183,9 +193,12 @@ def verify(
 
     Returns:
         1 to k + 1 tokens.
+
+    Raises:
+        FloatingPointError: on logits that are no numbers.
     """
-    if logits.isnan().any():
-        raise FloatingPointError("logits: expected numbers, got NaN")
+    if not logits.amax(1).isfinite().all():
+        raise FloatingPointError("logits: expected numbers, got others")
     sampling, counts, tokens = answer.sampling, Counter(answer.counts), []
     for n in range(len(logits)):
         row = penalised(logits[n], sampling, counts)

@@ -146,12 +146,14 @@ class BatchedEngine(Engine):
     def step(self) -> None:
         if self._prompts:
             prompt = self._prompts.pop(0)
-            if self._read(prompt):
-                self._begin(prompt)
-            else:
-                self._prompts.append(prompt)  # prompts take turns
+            with self.blame([prompt.ticket]):
+                if self._read(prompt):
+                    self._begin(prompt)
+                else:
+                    self._prompts.append(prompt)  # prompts take turns
         if self._rows:
-            self._write()
+            with self.blame([row.answer.ticket for row in self._rows]):
+                self._write()
         if time.monotonic() > self._measured + _MEASURE_EVERY:
             self.measure()
 
@@ -205,35 +207,44 @@ class BatchedEngine(Engine):
     def _write(self) -> None:
         """A step of every answer: one token, or as many of a proposal as are accepted."""
         rows = self._rows
-        proposals = self._propose(rows)
-        before = [row.cache.get_seq_length() for row in rows]
+        answers, proposals = [row.answer for row in rows], self._propose(rows)
         feeds = [
-            [row.answer.ids[-1], *proposal.tokens]
-            for row, proposal in zip(rows, proposals, strict=True)
+            [answer.newest, *proposal.tokens]
+            for answer, proposal in zip(answers, proposals, strict=True)
         ]
-        every = step_rows(self.model, [row.cache for row in rows], feeds)
-        if not any(proposal.tokens for proposal in proposals):
-            logits = torch.cat(every)
-            chosen = [[token] for token in choose(logits, [row.answer for row in rows])]
-        else:
-            chosen = [
-                verify(logits, proposal.tokens, proposal.drawn_from, row.answer)
-                for row, proposal, logits in zip(rows, proposals, every, strict=True)
-            ]
-        for row, tokens, logits, seen, proposal in zip(
-            rows, chosen, every, before, proposals, strict=True
-        ):
-            self.metrics.proposed.inc(len(proposal.tokens))
-            self.metrics.accepted.inc(len(tokens) - 1)
-            if len(proposal.tokens) >= len(tokens):
-                crop_cache(row.cache, seen + len(tokens))
-            if self.draft is not None and row.draft is not None:
-                self.draft.keep(row.draft, seen + len(tokens))
-            logprobs = describe(logits[: len(tokens)], tokens, row.answer)
-            self.accept(row.answer, tokens, logprobs)
-            if row.answer.finish is not None:
-                self._keep(row, seen + len(tokens))
-        self._rows = [row for row in rows if row.answer.finish is None]
+        every = self._compute(rows, feeds)
+        plain = not any(proposal.tokens for proposal in proposals)
+        chosen = choose(torch.cat(every), answers) if plain else None
+        for n, row in enumerate(rows):
+            if row.answer.ticket.done:  # another of its choices has failed
+                continue
+            with self.blame([row.answer.ticket]):
+                if chosen is None:
+                    proposal = proposals[n]
+                    tokens = verify(every[n], proposal.tokens, proposal.drawn_from, row.answer)
+                elif (token := chosen[n]) is not None:
+                    tokens = [token]
+                else:
+                    raise FloatingPointError("logits: expected numbers, got others")
+                self._take(row, tokens, every[n], len(proposals[n].tokens))
+        self._rows = [row for row in self._rows if row.answer.finish is None]
+
+    def _compute(self, rows: Sequence[Row], feeds: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Append tokens to each row; the logits after each of them, `[count, V]` a row."""
+        return step_rows(self.model, [row.cache for row in rows], feeds)
+
+    def _take(self, row: Row, tokens: Sequence[int], logits: Tensor, proposed: int) -> None:
+        """Go on with what was chosen after a row's last token, and take back what was rejected."""
+        seen = row.answer.length - 1 + len(tokens)
+        self.metrics.proposed.inc(proposed)
+        self.metrics.accepted.inc(len(tokens) - 1)
+        if proposed >= len(tokens):
+            crop_cache(row.cache, seen)
+        if self.draft is not None and row.draft is not None:
+            self.draft.keep(row.draft, seen)
+        self.accept(row.answer, tokens, describe(logits[: len(tokens)], tokens, row.answer))
+        if row.answer.finish is not None:
+            self._end(row, seen)
 
     def _propose(self, rows: Sequence[Row]) -> list[Proposal]:
         left = [row.answer.request.max_tokens - len(row.answer.tokens) - 1 for row in rows]
@@ -249,7 +260,7 @@ class BatchedEngine(Engine):
             for row, count in zip(rows, left, strict=True)
         ]
 
-    def _keep(self, row: Row, seen: int) -> None:
+    def _end(self, row: Row, seen: int) -> None:
         """An answer has ended: a chat's next turn may begin with it."""
         ids = row.answer.ids[:seen]
         if self.store is not None:

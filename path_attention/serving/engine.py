@@ -6,7 +6,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
 from path_attention.serving.answer import Answer, Ticket
@@ -52,7 +53,7 @@ class Engine:
         """Begin to work; nothing happens if it has."""
         if self._thread is None:
             self._stopping = False
-            self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
             self._thread.start()
 
     def stop(self, seconds: float = 30.0) -> None:
@@ -78,9 +79,7 @@ class Engine:
         self.check(request)
         with self._changed:
             if not self.alive:
-                raise Refused(
-                    "the server is shutting down", status=503, kind="server_error", retry_after=5
-                )
+                raise self._closed()
             # One that can start at the next step does not wait.
             free = self.rows - sum(t.request.choices for t in self.running)
             if len(self._queue) >= self.settings.max_queue + max(0, free):
@@ -151,7 +150,7 @@ class Engine:
     # --- On the engine's thread -------------------------------------------------------------------
 
     def step(self) -> None:
-        """Go on with what runs, by a little; errors are those of all that run."""
+        """Go on with what runs, by a little; what it raises fails all that run."""
         raise NotImplementedError
 
     def can_admit(self, ticket: Ticket) -> bool:
@@ -169,6 +168,32 @@ class Engine:
     def measure(self) -> None:
         """Tell the metrics what memory is held."""
 
+    @contextmanager
+    def blame(self, tickets: Sequence[Ticket]) -> Iterator[None]:
+        """An error of the block fails these requests, and no others."""
+        try:
+            yield
+        except Exception as error:
+            log.exception("the engine failed; requests that end with it: %d", len(tickets))
+            with self._changed:
+                for ticket in [x for x in tickets if not x.done]:
+                    self.metrics.requests.labels("error").inc()
+                    ticket.refuse(_failure(type(error).__name__))
+                    self._drop(ticket)
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+        except Exception:  # of what goes on after an error, such as a device that is lost
+            log.exception("the engine stopped: it takes no more requests")
+        finally:
+            with self._changed:
+                self._stopping = True
+                for ticket in [*self.running, *self._queue]:
+                    ticket.refuse(_failure("it has stopped"))
+                self.running, self._queue = [], FairQueue()
+                self._tell_sizes()
+
     def _loop(self) -> None:
         while True:
             with self._changed:
@@ -181,14 +206,10 @@ class Engine:
                     self._changed.wait()
                     continue
             self._admit_some()
-            if not self.running:
-                continue
-            try:
-                self.step()
-            except Exception as error:
-                log.exception("a step failed: %d requests with it", len(self.running))
-                self._fail(error)
-            self._retire()
+            if self.running:
+                with self.blame(tuple(self.running)):
+                    self.step()
+                self._retire()
 
     def gone(self, ticket: Ticket) -> bool:
         """Whether a request must not go on: cancelled, or out of time."""
@@ -197,8 +218,12 @@ class Engine:
     def _refuse_waiting(self) -> None:
         for ticket in list(self._queue):
             self._queue.remove(ticket)
-            ticket.refuse(Refused("the server is shutting down", status=503, kind="server_error"))
-        self.metrics.queued.set(0)
+            ticket.refuse(self._closed())
+        self._tell_sizes()
+
+    def _closed(self) -> Refused:
+        why = "the server is shutting down"
+        return Refused(why, status=503, kind="server_error", retry_after=5)
 
     def _sweep(self) -> None:
         """Drop what nobody waits for and what took too long."""
@@ -206,12 +231,11 @@ class Engine:
             self.metrics.requests.labels("cancelled" if ticket.cancelled else "timeout").inc()
             if not ticket.cancelled:
                 seconds = time.monotonic() - ticket.arrived
-                ticket.refuse(
-                    Refused(
-                        f"not done after {seconds:.0f} seconds",
-                        status=408, kind="timeout_error", code="timeout",
-                    )
+                late = Refused(
+                    f"not done after {seconds:.0f} seconds",
+                    status=408, kind="timeout_error", code="timeout",
                 )  # fmt: skip
+                ticket.refuse(self._closed() if self._stopping else late)
             ticket.done = True
             self._drop(ticket)
 
@@ -219,7 +243,8 @@ class Engine:
         if ticket in self.running:
             self.running.remove(ticket)
             self.release(ticket)
-            self.measure()
+            if not self.running:
+                self.measure()
         else:
             self._queue.remove(ticket)
         self._tell_sizes()
@@ -228,30 +253,21 @@ class Engine:
         while True:
             with self._changed:
                 ticket = self._queue.first()
-                if ticket is None or ticket.cancelled or not self.can_admit(ticket):
+                if ticket is None or ticket.cancelled or self._stopping:
+                    return
+                if not self.can_admit(ticket):
                     return
                 self._queue.pop()
                 self.running.append(ticket)
                 ticket.started = time.monotonic()
                 self._tell_sizes()
-            ticket.answers = [
-                Answer(ticket, n, self.tokenizer, self.ends) for n in range(ticket.request.choices)
-            ]
-            self.metrics.prompt_tokens.inc(len(ticket.request.prompt))
-            try:
+            with self.blame([ticket]):
+                ticket.answers = [
+                    Answer(ticket, n, self.tokenizer, self.ends)
+                    for n in range(ticket.request.choices)
+                ]
+                self.metrics.prompt_tokens.inc(len(ticket.request.prompt))
                 self.admit(ticket)
-            except Exception as error:
-                log.exception("a request could not start")
-                self._fail(error, [ticket])
-
-    def _fail(self, error: Exception, tickets: Sequence[Ticket] | None = None) -> None:
-        for ticket in list(self.running) if tickets is None else tickets:
-            self.metrics.requests.labels("error").inc()
-            ticket.refuse(
-                Refused(f"the engine failed: {type(error).__name__}", status=500,
-                        kind="server_error")
-            )  # fmt: skip
-            self._drop(ticket)
 
     def _retire(self) -> None:
         """Let go what has ended."""
@@ -286,6 +302,10 @@ class Engine:
                 if taken is not None:
                     self.metrics.each_token.observe(taken)
         answer.last = now
+
+
+def _failure(why: str) -> Refused:
+    return Refused(f"the engine failed: {why}", status=500, kind="server_error")
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -101,6 +101,8 @@ class _Follower(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         (token,) = choose(scores, [self.answer])
+        if token is None:
+            raise FloatingPointError("logits: expected numbers, got others")
         self.engine.accept(self.answer, [token], describe(scores, [token], self.answer))
         forced = torch.full_like(scores, -torch.inf)
         forced[:, token] = 0

@@ -17,7 +17,7 @@ from path_attention.models.cache import CACHE_NAME, fork_cache
 from path_attention.models.modeling import PathAttentionForCausalLM
 from path_attention.models.static_cache import StaticPathCache, StaticPathCacheLayer, StepGraph
 from path_attention.nn.cache_units import memory
-from path_attention.serving.answer import Ticket, choose, describe
+from path_attention.serving.answer import Ticket
 from path_attention.serving.batched import BatchedEngine, Prompt, Row
 from path_attention.serving.request import Request
 from path_attention.serving.settings import Settings
@@ -65,12 +65,12 @@ class Slots:
     @torch.no_grad()
     def seat(self, cache: Cache) -> int:
         """Copy a cache of one row to a free one, and say which."""
-        row = self.free.pop(0)
+        row = self.free[0]
         for layer, source in zip(self._layers, self._settled(cache), strict=True):
             for to, x in zip(_row_tensors(layer), _row_tensors(source), strict=True):
                 # Ends of rows hold what nobody reads: the shorter source is enough.
                 to[row].copy_(x[0])
-        return row
+        return self.free.pop(0)  # at the end: it stays free if something fails
 
     def _settled(self, cache: Cache) -> Sequence[StaticPathCacheLayer]:
         """Layers of fixed size with what a cache that grows has."""
@@ -188,18 +188,13 @@ class SlotEngine(BatchedEngine):
             row.slot = self.slots.seat(row.cache)
             row.cache = Cache(layers=[])
 
-    def _write(self) -> None:
-        rows = self._rows
-        tokens = {row.slot: row.answer.ids[-1] for row in rows if row.slot is not None}
-        logits = self.slots.step(tokens)[list(tokens)]
-        for n, (row, token) in enumerate(
-            zip(rows, choose(logits, [row.answer for row in rows]), strict=True)
-        ):
-            logprobs = describe(logits[n : n + 1], [token], row.answer)
-            self.accept(row.answer, [token], logprobs)
-            if row.answer.finish is not None:
-                self._leave(row)
-        self._rows = [row for row in rows if row.answer.finish is None]
+    def _compute(self, rows: Sequence[Row], feeds: Sequence[Sequence[int]]) -> list[Tensor]:
+        pairs = zip(rows, feeds, strict=True)
+        tokens = {row.slot: ids[0] for row, ids in pairs if row.slot is not None}
+        return list(self.slots.step(tokens)[list(tokens)].split(1))
+
+    def _end(self, row: Row, seen: int) -> None:
+        self._leave(row)
 
 
 def fits_slots(model: PathAttentionForCausalLM) -> bool:

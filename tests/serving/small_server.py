@@ -108,6 +108,8 @@ def serve(engine: Engine, **settings: Any) -> Iterator[str]:
     thread.start()
     wait_for(lambda: server.started)
     port = server.servers[0].sockets[0].getsockname()[1]
-    yield f"http://127.0.0.1:{port}"
-    server.should_exit = True
-    thread.join(20)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(20)

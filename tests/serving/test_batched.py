@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import threading
 import time
 
 import pytest
@@ -200,6 +202,65 @@ def test_a_failed_step_fails_its_requests_alone(make, monkeypatch) -> None:
     assert gauge(engine, "requests_total", outcome="error") == 1
 
 
+def test_a_prompt_that_fails_leaves_what_is_written_alone(make, monkeypatch) -> None:
+    engine = make(prefix_bytes=0)
+    read = engine._read
+
+    def fail(prompt) -> bool:
+        return 1 / 0 if len(prompt.ticket.request.prompt) == 9 else read(prompt)
+
+    monkeypatch.setattr(engine, "_read", fail)
+    other = Asked(engine, make_ids(4), 60)
+    other.came.get(timeout=60)
+    with pytest.raises(Refused, match="the engine failed: ZeroDivisionError"):
+        Asked(engine, make_ids(9), 5).wait()
+    assert len(other.ids()) == 60
+    wait_for(lambda: gauge(engine, "cache_bytes") == 0 and not engine.running)
+
+
+@pytest.mark.parametrize(("lookup_tokens", "value"), [(0, math.nan), (0, math.inf), (4, math.nan)])
+def test_logits_that_are_no_numbers_fail_their_request_alone(make, lookup_tokens, value) -> None:
+    """Of a request of two choices, one of which is told nothing but the error either."""
+    engine = make(prefix_bytes=0, lookup_tokens=lookup_tokens)
+    compute = engine._compute
+
+    def broken(rows, feeds):
+        every = compute(rows, feeds)
+        for row, logits in zip(rows, every, strict=True):
+            if row.answer.request.choices == 2:
+                logits[0] = value
+        return every
+
+    engine._compute = broken
+    prompt = make_ids(6) * 3
+    other = Asked(engine, prompt, 40, sampling=Sampling(seed=1))
+    other.came.get(timeout=60)
+    two = Asked(engine, prompt, 5, choices=2)
+    with pytest.raises(Refused, match="the engine failed: FloatingPointError"):
+        two.wait()
+    assert len(other.ids()) == 40
+    assert two.came.empty() and gauge(engine, "requests_total", outcome="error") == 1
+
+
+def test_an_engine_that_cannot_go_on_says_so_to_all(make, monkeypatch) -> None:
+    """After an error that comes again when caches are released, as of a device that is lost."""
+    engine = make(max_rows=1)
+    running = Asked(engine, make_ids(3), 4000)
+    running.came.get(timeout=60)
+    waiting = Asked(engine, make_ids(3))
+    for name in ("step", "release"):
+        monkeypatch.setattr(engine, name, lambda *_: 1 / 0)
+    for asked in (running, waiting):
+        with pytest.raises(Refused, match="the engine failed") as refused:
+            asked.wait()
+        assert refused.value.status == 500
+    wait_for(lambda: not engine.alive)
+    with pytest.raises(Refused) as refused:
+        Asked(engine, make_ids(3))
+    assert refused.value.status == 503
+    assert gauge(engine, "queue_length") == gauge(engine, "running_answers") == 0
+
+
 def test_stopping_finishes_what_runs(make) -> None:
     engine = make(max_rows=1)
     running = Asked(engine, make_ids(3), 100)
@@ -211,6 +272,28 @@ def test_stopping_finishes_what_runs(make) -> None:
         waiting.wait()
     with pytest.raises(Refused, match="shutting down"):
         Asked(engine, make_ids(3))
+
+
+def test_nothing_starts_once_it_stops(make) -> None:
+    """Also where it is told to while it starts others: those would have all of their time."""
+    engine = make(max_rows=8, prefix_bytes=0)
+    admit, stopper = engine.admit, threading.Thread(target=lambda: engine.stop(0.1))
+
+    def slow(ticket) -> None:
+        admit(ticket)
+        if not stopper.ident:
+            stopper.start()
+            wait_for(lambda: not engine.alive)
+
+    engine.admit = slow
+    with engine._changed:
+        asked = [Asked(engine, make_ids(3), 4000) for _ in range(3)]
+    for one in asked:
+        with pytest.raises(Refused, match="shutting down") as refused:
+            one.wait()
+        assert refused.value.status == 503
+    stopper.join(20)
+    assert not stopper.is_alive()
 
 
 def test_many_clients_of_which_a_fifth_leaves(make) -> None:

@@ -95,6 +95,15 @@ def run(engine: SlotEngine) -> None:
 
 
 @interpreted
+def test_a_row_stays_free_where_a_copy_fails(monkeypatch) -> None:
+    slots = Slots(make_model("rope", num_hidden_layers=1), 2, 60)
+    monkeypatch.setattr(slots, "_settled", lambda cache: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        slots.seat(prefill(slots.model, make_ids(3)))
+    assert slots.free == [0, 1]
+
+
+@interpreted
 def test_an_engine_of_rows(tokenizer) -> None:
     model = make_model("path", num_hidden_layers=1)
     limits = {"max_prompt_tokens": 60, "max_output_tokens": 60, "max_rows": 2}
