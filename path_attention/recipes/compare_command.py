@@ -8,6 +8,7 @@ OUT/RUN/failed.txt       why a run came to no result
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import shutil
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing import connection
 from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -29,7 +30,7 @@ from path_attention.evaluation.perplexity_by_length import (
     perplexity_by_length,
 )
 from path_attention.recipes.language_models import COMPARED, Budget, compared_model, milestones
-from path_attention.results import make_result, write_result, write_whole
+from path_attention.results import make_result, read_result, write_result, write_whole
 from path_attention.tasks.sweep import Workers
 from path_attention.training.corpus import TokenCorpus
 from path_attention.training.export import export_step
@@ -75,7 +76,9 @@ class CompareModels:
         corpus = TokenCorpus.open(self.corpus)
         for patterns in self.held_out().values():
             corpus.only(patterns)
-        self.recipes()
+        for recipe in self.recipes():
+            if self.done(recipe):
+                self.check_same(recipe)
         places = Workers(devices=self.devices, each=self.each).places()
         if len(places) == 1:
             _work(self, places[0])
@@ -113,6 +116,25 @@ class CompareModels:
         models = [folder / "models" / name / "config.json" for name in milestones(recipe)]
         parts = [folder / f"{part}.json" for part in self.held_out()]
         return all(path.exists() for path in (folder / "card.json", *models, *parts))
+
+    def check_same(self, recipe: Recipe) -> None:
+        """Raise ValueError, naming what changed, if a run's results are of other options."""
+        folder = self.out / recipe.name
+        before = json.loads((folder / "recipe.json").read_text())
+        now = json.loads(json.dumps(recipe.to_dict()))
+        names = [name for name in recipe.course() if name != "micro_batch_tokens"]
+        pairs = {name: (_at(before, name), _at(now, name)) for name in names}
+        for part in self.held_out():
+            rows = read_result(folder / f"{part}.json")["rows"]
+            measured = [row["length"] for row in rows if row["by"] == "length"]
+            pairs["lengths"] = (sorted(measured), sorted(parse_lengths(self.lengths)))
+            pairs["dtype"] = (rows[0]["dtype"], self.dtype)
+        changed = [f"{n} was {was!r}, is {now!r}" for n, (was, now) in pairs.items() if was != now]
+        if changed:
+            raise ValueError(
+                f"out: {folder} holds results of other options: {'; '.join(changed)}. Go back to "
+                "them, or choose another folder"
+            )
 
     def do(self, recipe: Recipe, device: str) -> bool:
         """A run's training, or what is left of it, then its results. False if it was stopped."""
@@ -187,6 +209,13 @@ def _work(comparison: CompareModels, device: str) -> None:
             if not _finishes(lambda r=recipe: comparison.do(r, device), folder / "failed.txt"):
                 return
             say(f"{device}: {recipe.name} ends")
+
+
+def _at(values: Any, name: str) -> Any:
+    """The value of "a.b" in nested dictionaries, None where there is none."""
+    for key in name.split("."):
+        values = values.get(key) if isinstance(values, dict) else None
+    return values
 
 
 def _die_with_parent() -> None:

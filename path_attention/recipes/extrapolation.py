@@ -31,7 +31,8 @@ TITLES = {
     "path_alibi": "PaTH-ALiBi",
     "rotation_learned_forget": "learned rotation + gate",
 }
-# (model, length) → perplexity over that at 512 tokens. Which of the two random rotations has 1.60
+CONTEXT = 512  # tokens that models are trained at
+# (model, length) → perplexity over that at the same. Which of the two random rotations has 1.60
 # at 8,192 is not said there; read as the first.
 PUBLISHED: dict[tuple[str, int], float] = {
     ("rope_10000", 8192): 16.2,
@@ -44,14 +45,16 @@ SIZES = {
     "paper": Budget(
         tokens=200_000_000,
         micro_batch_tokens=32768,
-        context_length=512,
+        context_length=CONTEXT,
         layers=16,
         width=768,
         heads=12,
         mlp=2048,
         learning_rate=1e-3,
     ),
-    "small": Budget(tokens=50_000_000, context_length=512, layers=6, width=384, heads=6, mlp=1024),
+    "small": Budget(
+        tokens=50_000_000, context_length=CONTEXT, layers=6, width=384, heads=6, mlp=1024
+    ),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 
 from path_attention.analysis.figure import finish, save
 from path_attention.recipes.compare_report import Row, find_runs, merge_part
-from path_attention.recipes.extrapolation import PUBLISHED, TITLES
+from path_attention.recipes.extrapolation import CONTEXT, PUBLISHED, TITLES
 from path_attention.results import command_line, read_result, write_result
 
 HOLDS = 1.1  # a model holds at a length where its perplexity is at most this times the shortest's
@@ -68,7 +69,9 @@ class ReportExtrapolation:
 
 
 def ratio_rows(part: str, rows: Sequence[Row]) -> list[Row]:
-    """A row for each model and length."""
+    """A row for each model and length; published ratios where ours are over the same length."""
+    lengths = [row["length"] for row in rows if row["by"] == "length"]
+    published = PUBLISHED if min(lengths, default=0) == CONTEXT else {}
     return [
         {
             "kind": "ratio",
@@ -80,7 +83,7 @@ def ratio_rows(part: str, rows: Sequence[Row]) -> list[Row]:
             "ratio": row["growth"],
             "low": row["growth_low"],
             "high": row["growth_high"],
-            "published": PUBLISHED.get((row["model"], row["length"])),
+            "published": published.get((row["model"], row["length"])),
             "seeds": row.get("seeds", 1),
         }
         for row in rows
@@ -94,7 +97,8 @@ def verdicts(part: str, rows: Sequence[Row], routes: Sequence[Row]) -> list[Row]
     holds_to: the greatest length up to which each ratio is at most HOLDS; rises_at: the next one.
     best: whether it is the model with the best perplexity at the shortest length among those that
     hold to the longest. Of its routes, medians over heads: half_by_bound, half_by_gap and
-    mixing_window of `analysis.summary.head_row`, far_mass and bound at the longest context.
+    mixing_window of `analysis.summary.head_row`, where a head that has none is beyond every length;
+    far_mass, bound and in_step at the longest context.
     """
     found: list[Row] = []
     for model in dict.fromkeys(row["model"] for row in rows):
@@ -125,13 +129,18 @@ def _predicted(model: str, routes: Sequence[Row]) -> Row:
     contexts = [row for row in mine if row["kind"] == "context"]
     last = max((row["length"] for row in contexts), default=None)
     ends = [row for row in contexts if row["length"] == last]
-    columns = {name: heads for name in ("half_by_bound", "half_by_gap", "mixing_window")}
-    columns |= {name: ends for name in ("far_mass", "bound", "in_step")}
     predicted: Row = {}
-    for name, of in columns.items():
-        values = [row[name] for row in of if row[name] is not None]
+    for name in ("half_by_bound", "half_by_gap", "mixing_window"):
+        values = [math.inf if row[name] is None else row[name] for row in heads]
+        predicted[name] = _finite(median(values)) if values else None
+    for name in ("far_mass", "bound", "in_step"):
+        values = [row[name] for row in ends if row[name] is not None]
         predicted[name] = median(values) if values else None
     return predicted
+
+
+def _finite(x: float) -> float | None:
+    return x if math.isfinite(x) else None
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

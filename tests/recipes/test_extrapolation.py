@@ -9,14 +9,17 @@ from pathlib import Path
 import pytest
 
 from path_attention.analysis.analyze import AnalyzeModel
-from path_attention.recipes import extrapolation
+from path_attention.recipes import extrapolation, extrapolation_report
 from path_attention.recipes.extrapolation import PUBLISHED, SIZES, TITLES, TrainExtrapolation
-from path_attention.recipes.extrapolation_report import ReportExtrapolation, verdicts
+from path_attention.recipes.extrapolation_report import ReportExtrapolation, ratio_rows, verdicts
 from path_attention.recipes.language_models import Budget
 from path_attention.results import read_result
 from path_attention.training.corpus import build_corpus
 
 MODELS = ("rope_10000", "rotation_learned_forget")
+BUDGET = Budget(
+    batch_tokens=64, micro_batch_tokens=64, context_length=32, layers=1, width=16, heads=2, mlp=16
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,17 +40,8 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> TrainExtrapolation:
         heldout=("*/00.text", "*/01.text"),
         progress=False,
     )
-    budget = Budget(
-        batch_tokens=64,
-        micro_batch_tokens=64,
-        context_length=32,
-        layers=1,
-        width=16,
-        heads=2,
-        mlp=16,
-    )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(extrapolation.SIZES, "small", budget)
+        patch.setitem(extrapolation.SIZES, "small", BUDGET)
         train = TrainExtrapolation(
             corpus=corpus.path,
             size="small",
@@ -88,6 +82,7 @@ def test_the_report_stands_beside_the_published_ratios(
     done: TrainExtrapolation, tmp_path: Path, capsys, monkeypatch
 ) -> None:
     monkeypatch.setitem(PUBLISHED, ("rope_10000", 128), 16.2)
+    monkeypatch.setattr(extrapolation_report, "CONTEXT", 32)
     report = ReportExtrapolation(out=done.out, to=tmp_path / "x", command="path-attention x")
     report.run()
     rows = read_result(tmp_path / "x.json")["rows"]
@@ -132,3 +127,37 @@ def test_verdicts() -> None:
     assert [(r["holds_to"], r["rises_at"], r["best"]) for r in found.values()] == [
         (4, None, False), (2, 4, False), (4, None, True),
     ]  # fmt: skip
+
+
+def test_published_ratios_stand_beside_ratios_over_the_same_length() -> None:
+    row = {"model": "rope_10000", "by": "length", "perplexity": 2.0, "growth": 1.0}
+    row |= {"growth_low": None, "growth_high": None}
+    for shortest, published in ((512, 16.2), (1024, None)):
+        rows = [row | {"length": shortest}, row | {"length": 8192}]
+        assert [r["published"] for r in ratio_rows("p", rows)] == [None, published]
+
+
+def test_heads_that_never_mix_count_in_medians() -> None:
+    """A head without a window, or whose far keys never get half, is beyond every length."""
+    ratio = {"kind": "ratio", "part": "p", "model": "path", "title": "PaTH", "length": 512}
+    ratio |= {"perplexity": 9.0, "ratio": 1.0}
+    for windows, middle in (((8, 16, None), 16), ((8, None, None), None), ((None,), None)):
+        heads = [
+            {"kind": "head", "model": "path_seed0", "half_by_bound": n, "half_by_gap": n,
+             "mixing_window": n}
+            for n in windows
+        ]  # fmt: skip
+        (found,) = verdicts("p", [ratio], heads)
+        assert found["mixing_window"] == found["half_by_gap"] == middle
+
+
+def test_finished_runs_of_other_options_are_refused(done: TrainExtrapolation, monkeypatch) -> None:
+    monkeypatch.setitem(extrapolation.SIZES, "small", BUDGET)
+    for change, message in (
+        ({"tokens": 1300}, "other options: steps was 10, is 30"),
+        ({"lengths": "32,64"}, r"other options: lengths was \[32, 64, 128\], is \[32, 64\]"),
+        ({"dtype": "bfloat16"}, "other options: dtype was 'float32', is 'bfloat16'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(done, **change).run()
+    done.run()
