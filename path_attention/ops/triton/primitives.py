@@ -71,17 +71,18 @@ def pass_factors(
 
 
 @triton.jit
-def dot_exact(a, b, OPERAND: tl.constexpr):
+def dot_exact(a, b, OPERAND: tl.constexpr, PIECE: tl.constexpr = tl.float16):
     """Product of float32 tiles of entries up to about 2¹⁵, right to about 2⁻²².
 
-    16-bit OPERAND: each tile as a float16 sum high + low, three products of the four.
+    16-bit OPERAND: each tile as a sum high + low of two PIECEs, three products of the four. With
+    bfloat16 entries of any size, right to about 2⁻¹⁶.
     """
     if tl.float32 == OPERAND:
         c = tl.dot(a, b, input_precision=FLOAT32)
     else:
-        a_high, b_high = a.to(tl.float16), b.to(tl.float16)
-        a_low = (a - a_high.to(tl.float32)).to(tl.float16)
-        b_low = (b - b_high.to(tl.float32)).to(tl.float16)
+        a_high, b_high = a.to(PIECE), b.to(PIECE)
+        a_low = (a - a_high.to(tl.float32)).to(PIECE)
+        b_low = (b - b_high.to(tl.float32)).to(PIECE)
         c = tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high)))
     return c
 

@@ -197,6 +197,7 @@ def _move(
 def _finish(
     s: DecodeState, rows: Rows, q: Tensor, kinds: dict[str, Any], early: dict[str, Any]
 ) -> Tensor:
+    """Launch the last kernel; its programs of each row and key head merge, copy keys, carry M."""
     B, H, capacity, D = s.keys.shape
     exact, DP = s.keys.dtype == torch.float32, padded(D)
     hoisted = DP <= 128 and not exact  # a unit's product, kept in shared memory

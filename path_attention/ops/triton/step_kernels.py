@@ -1,7 +1,9 @@
 """A step's moves of queries and its tail; `step.py` says how its kernels work together.
 
-docs/algorithm.md §5. Rows are a chunk's tokens × the query heads of one key head. EARLY: a kernel
-is launched while the one before still runs (programmatic dependent launch).
+docs/algorithm.md §5. Rows are a chunk's tokens × the query heads of one key head. Products with
+float32 rows that are not sealed yet take sums of two bfloat16, which have float32's range and are
+right to 2⁻¹⁶, where sealed keys are rounded to 2⁻⁹ or 2⁻¹². EARLY: a kernel is launched while the
+one before still runs (programmatic dependent launch).
 """
 
 from __future__ import annotations
@@ -11,25 +13,15 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from path_attention.ops.triton.decode_kernels import LOG2_E, masked_softmax_step, store_part
-from path_attention.ops.triton.primitives import FLOAT32, load_row, pass_factors, range_of
+from path_attention.ops.triton.primitives import (
+    FLOAT32,
+    dot_exact,
+    load_row,
+    pass_factors,
+    range_of,
+)
 
 # --- What the kernels share ----------------------------------------------------------------------
-
-
-@triton.jit
-def _dot(a, b, OPERAND: tl.constexpr):
-    """Product of float32 tiles of any range; 16-bit OPERAND: as sums high + low of two bfloat16.
-
-    Those are right to 2⁻¹⁶, where keys of sealed units are rounded to 2⁻⁹ or 2⁻¹².
-    """
-    if tl.float32 == OPERAND:
-        c = tl.dot(a, b, input_precision=FLOAT32)
-    else:
-        a_high, b_high = a.to(tl.bfloat16), b.to(tl.bfloat16)
-        a_low = (a - a_high.to(tl.float32)).to(tl.bfloat16)
-        b_low = (b - b_high.to(tl.float32)).to(tl.bfloat16)
-        c = tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high)))
-    return c
 
 
 @triton.jit
@@ -215,7 +207,7 @@ def _tail_chunk(
             q_ptr, k_ptr, v_ptr, w_ptr, beta_ptr, gate_ptr, chunk_valid_ptr, i_b, i_h, T, scale,
             o, o_d, o_v, H, G, F, D, DV, MOVE, GATE, CHUNK_VALID, False,
         )  # fmt: skip
-        b_s = _dot(b_x, tl.trans(b_k), OPERAND) * scale * LOG2_E
+        b_s = dot_exact(b_x, tl.trans(b_k), OPERAND, tl.bfloat16) * scale * LOG2_E
         seen = old
         if GATE:
             head = (i_bh * G + o % G).to(tl.int64)
@@ -281,13 +273,14 @@ def move_kernel(
         D, D, True, False, False, False,
     )  # fmt: skip
     if DP <= 128:
-        b_x = _dot(b_x, tl.trans(b_p + b_eye), OPERAND)
+        b_x = dot_exact(b_x, tl.trans(b_p + b_eye), OPERAND, tl.bfloat16)
     elif not empty:
         p_x = x_ptr + (i_bh * movers + i_c).to(tl.int64) * rows * DP + o[:, None] * DP
         for c in tl.static_range(DP // 64):
             o_p = c * 64 + o_64
             b_p = tl.load(p_tail + o_p[:, None] * DP + o_d[None, :])
-            tl.store(p_x + o_p[None, :], _dot(b_x, tl.trans(b_p), OPERAND), (o < rows)[:, None])
+            b_columns = dot_exact(b_x, tl.trans(b_p), OPERAND, tl.bfloat16)
+            tl.store(p_x + o_p[None, :], b_columns, (o < rows)[:, None])
         tl.debug_barrier()  # columns of other threads are read next
         b_x = tl.load(p_x + o_d[None, :], (o < rows)[:, None], other=0.0)
     p_move = move_ptr + i_b.to(tl.int64) * stride_mb + i_h.to(tl.int64) * stride_mh
