@@ -11,7 +11,6 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -247,17 +246,10 @@ def _handle_errors(app: FastAPI) -> None:
         told = Refused(str(error.detail), status=error.status_code)
         return error_response(told)
 
-    async def invalid(http: HttpRequest, error: Any) -> Response:
-        first = error.errors()[0]
-        where = [str(x) for x in first["loc"] if x != "body"]
-        name = ".".join(where)[:80] or None
-        return error_response(Refused(f"{name}: {first['msg']}", param=name, code="invalid_value"))
-
     async def failed(http: HttpRequest, error: Any) -> Response:
         kind = "server_error"
         return error_response(Refused("the server failed", status=500, kind=kind))
 
     app.add_exception_handler(Refused, refused)
     app.add_exception_handler(HTTPException, plain)
-    app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(Exception, failed)

@@ -57,25 +57,20 @@ class Guards:
             )  # fmt: skip
 
     async def _read(self, scope: Scope, headers: Headers, receive: Receive) -> bytes:
-        limit = self.settings.max_body_bytes
-        length = headers.get("content-length", "0")
-        body, more = bytearray(), scope["method"] == "POST"
-        if more and headers.get("content-type", "").split(";")[0].strip() != "application/json":
+        if scope["method"] != "POST":
+            return b""
+        kind = headers.get("content-type", "").split(";")[0].strip()
+        if kind.lower() != "application/json":
             raise Refused("the body must be application/json", status=415)
-        while more:
-            if len(body) > limit or (length.isdecimal() and int(length) > limit):
-                raise Refused(
-                    f"the body has more than {limit} bytes", status=413, code="body_too_large"
-                )
+        limit, body, more = self.settings.max_body_bytes, bytearray(), True
+        size = int(headers.get("content-length", "0"))  # digits: the HTTP server saw to that
+        while more and max(size, len(body)) <= limit:
             message = await receive()
-            if message["type"] == "http.disconnect":
-                break
             body += message.get("body", b"")
-            more = message.get("more_body", False)
-        if len(body) > limit:
-            raise Refused(
-                f"the body has more than {limit} bytes", status=413, code="body_too_large"
-            )
+            more = message.get("more_body", False)  # not after a disconnect either
+        if max(size, len(body)) > limit:
+            told = f"the body has more than {limit} bytes"
+            raise Refused(told, status=413, code="body_too_large")
         return bytes(body)
 
 

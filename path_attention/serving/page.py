@@ -11,13 +11,13 @@ from typing import Annotated, Any, Protocol, TypeVar
 
 import torch
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
+from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 
 from path_attention.serving.guards import error_response
 from path_attention.serving.inspection import Inspection, inspect_token
 from path_attention.serving.prompts import Prompts
-from path_attention.serving.protocol import Message
+from path_attention.serving.protocol import Body, Message, parse
 from path_attention.serving.request import Refused
 from path_attention.serving.text import TextStream, token_bytes
 
@@ -53,23 +53,19 @@ class Inspectable(Protocol):
     def tokenizer(self) -> Any: ...
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class _Inspect(Body):
+    token_ids: list[int]
+    position: int
+    layer: int
+    top: int = Field(12, ge=1, le=100)
 
 
-class _Inspect(_Body):
-    token_ids: list[StrictInt]
-    position: StrictInt
-    layer: StrictInt
-    top: Annotated[StrictInt, Field(ge=1, le=100)] = 12
+class _Spell(Body):
+    token_ids: list[int]
+    start: int = Field(0, ge=0)
 
 
-class _Spell(_Body):
-    token_ids: list[StrictInt]
-    start: Annotated[StrictInt, Field(ge=0)] = 0
-
-
-class _Cut(_Body):
+class _Cut(Body):
     prompt: str | Annotated[list[Message], Field(min_length=1)]
     answer: str
 
@@ -199,7 +195,7 @@ class _Turn:
             self._waiting -= 1
 
 
-_B = TypeVar("_B", bound=_Body)
+_B = TypeVar("_B", bound=Body)
 
 
 def _post(kind: type[_B], work: Callable[[_B], dict[str, Any]], turn: _Turn) -> Callable:
@@ -207,7 +203,7 @@ def _post(kind: type[_B], work: Callable[[_B], dict[str, Any]], turn: _Turn) -> 
 
     async def post(request: Request) -> Response:
         try:
-            asked = _read(kind, await request.body())
+            asked = parse(kind, await request.body())
             told = await turn.run(request, lambda: json.dumps(work(asked), allow_nan=False))
         except Refused as error:
             return error_response(error)
@@ -217,16 +213,6 @@ def _post(kind: type[_B], work: Callable[[_B], dict[str, Any]], turn: _Turn) -> 
         return Response(told, media_type="application/json")
 
     return post
-
-
-def _read(kind: type[_B], body: bytes) -> _B:
-    try:
-        return kind.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        name = ".".join(map(str, first["loc"]))[:80] or None
-        told = first["msg"] if name is None else f"{name}: {first['msg']}"
-        raise Refused(told, param=name, code="invalid_value") from None
 
 
 def _check_length(token_ids: list[int], longest: int) -> None:

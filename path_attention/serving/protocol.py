@@ -17,20 +17,25 @@ UNSUPPORTED = (
 )  # fmt: skip
 _Text = Annotated[str, Field(min_length=1)]
 _Ids = Annotated[list[int], Field(min_length=1)]
-_B = TypeVar("_B", bound="Options")
+_B = TypeVar("_B", bound="Body")
 
 
-class _Strict(BaseModel):
+class Body(BaseModel):
+    """What is sent: these fields, of these types, and no others."""
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    def check(self) -> None:
+        """Raise `Refused` on fields that don't go together."""
 
-class StreamOptions(_Strict):
+
+class StreamOptions(Body):
     """include_usage: a last chunk tells how many tokens there were."""
 
     include_usage: bool = False
 
 
-class Options(_Strict):
+class Options(Body):
     """What chats and completions have in common.
 
     Beyond OpenAI's: `top_k`, and `return_token_ids`, which adds `path_attention: {"token_ids": …,
@@ -62,7 +67,8 @@ class Options(_Strict):
     @property
     def sampling(self) -> Sampling:
         """How tokens are chosen."""
-        wrong = [token for token in self.logit_bias if not token.isdecimal()]
+        # int() refuses thousands of digits by itself; no model has tokens of more than 18.
+        wrong = [x for x in self.logit_bias if not (x.isdecimal() and len(x) <= 18)]
         if wrong:
             raise Refused(
                 f"logit_bias: expected token ids, got {wrong[0][:40]!r}", param="logit_bias"
@@ -83,21 +89,20 @@ class Options(_Strict):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def check(self) -> None:
-        """Raise `Refused` on fields that don't go together."""
         if self.stream_options is not None and not self.stream:
             raise Refused("stream_options: expected with stream only", param="stream_options")
         if self.return_token_ids and self.n > 1:
             raise Refused("return_token_ids: expected with n = 1 only", param="return_token_ids")
 
 
-class TextPart(_Strict):
+class TextPart(Body):
     """A part of a message's content."""
 
     type: str
     text: str
 
 
-class Message(_Strict):
+class Message(Body):
     """A turn of a chat."""
 
     role: str
@@ -182,12 +187,11 @@ def parse(kind: type[_B], body: bytes) -> _B:
     try:
         told = json.loads(body)
         json.dumps(told, ensure_ascii=False).encode()  # no half of a surrogate pair, by escapes
+        told = _given(told)
     except (ValueError, RecursionError):
         raise Refused("the body is not valid JSON", code="invalid_json") from None
     if not isinstance(told, dict):
         raise Refused("the body must be a JSON object", code="invalid_json")
-    # A field that is null was not given.
-    told = {name: value for name, value in told.items() if value is not None}
     for name in told:
         if name in UNSUPPORTED:
             raise Refused(
@@ -199,6 +203,15 @@ def parse(kind: type[_B], body: bytes) -> _B:
         raise _as_refused(error) from None
     options.check()
     return options
+
+
+def _given(told: Any) -> Any:
+    """Without the fields that are null: they were not given."""
+    if isinstance(told, list):
+        return [_given(x) for x in told]
+    if not isinstance(told, dict):
+        return told
+    return {name: _given(value) for name, value in told.items() if value is not None}
 
 
 def _as_refused(error: ValidationError) -> Refused:

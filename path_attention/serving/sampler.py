@@ -46,10 +46,14 @@ def probabilities(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     wide = logits.double()
     greedy = [s.temperature == 0 for s in samplings]
     heat = [1.0 if cold else s.temperature for s, cold in zip(samplings, greedy, strict=True)]
-    probs = (wide / wide.new_tensor(heat)[:, None]).softmax(1)
+    # Less the largest: however small the temperature, what is divided by it doesn't overflow.
+    below = wide - wide.amax(1, keepdim=True)
+    probs = (below / wide.new_tensor(heat)[:, None]).softmax(1)
     if any(s.top_k or s.top_p < 1 for s in samplings) or any(greedy):
         V = probs.shape[1]
-        ks = [1 if cold else s.top_k or V for s, cold in zip(samplings, greedy, strict=True)]
+        ks = [
+            1 if cold else min(s.top_k, V) or V for s, cold in zip(samplings, greedy, strict=True)
+        ]
         ranked, order = probs.sort(dim=1, descending=True, stable=True)
         if any(greedy):  # equal after rounding of a softmax is not equal
             first = wide.argmax(1, keepdim=True)

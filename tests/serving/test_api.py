@@ -145,6 +145,25 @@ def raw(tokenizer, token: int) -> bytes:
     return bytes(back[character] for character in tokenizer.convert_ids_to_tokens(token))
 
 
+def test_an_answer_goes_back_as_it_came(client, tokenizer) -> None:
+    """A chat's next turn with the client's own message object, whose other fields are null."""
+    first = client.chat.completions.create(model=NAME, messages=CHAT, max_tokens=5, temperature=0)
+    message = first.choices[0].message
+    again = [*CHAT, message, {"role": "user", "content": [{"type": "text", "text": "why?"}]}]
+    told = client.chat.completions.create(
+        model=NAME, messages=again, max_tokens=1, extra_body={"return_token_ids": True}
+    )
+    text = f"system: Be brief.\nuser: größe?\nassistant: {message.content}\nuser: why?\nassistant:"
+    ids = encode_prompt(tokenizer, text)[0].tolist()
+    assert told.model_extra["path_attention"]["prompt_token_ids"] == ids
+
+
+def test_any_number_of_likeliest_tokens(client) -> None:
+    options = {"model": NAME, "prompt": "ab", "max_tokens": 20, "seed": 4}
+    every = client.completions.create(**options, extra_body={"top_k": 10**30})
+    assert every.choices[0].text == client.completions.create(**options).choices[0].text
+
+
 def test_completions_of_texts_and_ids(client, model, tokenizer) -> None:
     texts = ["def f(x):", "import os"]
     told = client.completions.create(model=NAME, prompt=texts, max_tokens=6, temperature=0, n=2)

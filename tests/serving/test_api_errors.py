@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import httpx
 import openai
 import pytest
@@ -32,7 +34,8 @@ def refused(answer: httpx.Response, status: int, param: str | None = None) -> di
         ("temperature", -0.1), ("temperature", 2.1), ("temperature", "hot"), ("top_p", 0),
         ("top_p", 1.1), ("top_k", -1), ("presence_penalty", 3), ("frequency_penalty", -2.1),
         ("seed", 1.5), ("stop", ["a"] * 5), ("stop", ""), ("stop", [""]), ("stop", 3),
-        ("logit_bias", {"5": 101}), ("logit_bias", {"x": 1}), ("top_logprobs", 3),
+        ("logit_bias", {"5": 101}), ("logit_bias", {"x": 1}), ("logit_bias", {"9" * 5000: 1}),
+        ("top_logprobs", 3),
         ("logprobs", 3), ("stream", "yes"), ("stream_options", {"include_usage": True}),
         ("messages", []), ("messages", "a"), ("messages", [{"role": "tool", "content": "a"}]),
         ("messages", [{"role": "user"}]), ("messages", [{"role": "user", "content": 3}]),
@@ -84,7 +87,18 @@ def test_fields_that_are_not_served_are_named(server, name: str, code: str) -> N
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b"3", b"\xff", b"[" * 5000, b'{"model": "path-attention"}']
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"3",
+        b"\xff",
+        b"[" * 5000,
+        b"[" * 900 + b"]" * 900,
+        b'{"model": ' + b"[" * 3000 + b"]" * 3000 + b"}",
+        b'{"model": "path-attention"}',
+    ],
 )
 def test_bad_bodies(server, body: bytes) -> None:
     headers = {"content-type": "application/json"}
@@ -131,7 +145,8 @@ def test_limits(make) -> None:
         assert error["code"] == "context_length_exceeded"
         assert httpx.post(url, json={**TEXT, "prompt": make_ids(40)}).status_code == 200
         refused(httpx.post(url, json={**TEXT, "user": "x" * 500}), 413)
-        headers = {"content-type": "application/json"}
+        headers = {"content-type": "Application/JSON; charset=utf-8"}
+        assert httpx.post(url, content=json.dumps(TEXT), headers=headers).status_code == 200
         parts = (b"x" * 100 for _ in range(9))  # of no stated length
         refused(httpx.post(url, content=parts, headers=headers), 413)
         running = Asked(engine, make_ids(3), 4000)

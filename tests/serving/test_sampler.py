@@ -39,6 +39,7 @@ def test_rows_have_options_of_their_own() -> None:
     samplings = [
         Sampling(), Sampling(temperature=0), Sampling(temperature=0.5), Sampling(top_k=3),
         Sampling(top_p=0.6), Sampling(temperature=1.7, top_p=0.9, top_k=20), Sampling(top_p=1e-9),
+        Sampling(top_k=10**30), Sampling(temperature=1e-9), Sampling(top_p=1e-320),
     ]  # fmt: skip
     logits = 2 * torch.randn(len(samplings), 50)
     logits[1, 7] = logits[1, 30] = 9.0  # the first of equals
@@ -47,6 +48,12 @@ def test_rows_have_options_of_their_own() -> None:
             got = probabilities(logits[n : n + size], samplings[n : n + size])
             for row, z, s in zip(got, logits[n : n + size], samplings[n : n + size], strict=True):
                 torch.testing.assert_close(row, by_definition(z, s), rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("temperature", [1e-9, 1e-300, 5e-324])
+def test_the_coldest_draw_is_the_likeliest_token(temperature: float) -> None:
+    logits = torch.tensor([[-3.0, 40.0, 39.9, -90.0]])
+    assert probabilities(logits, [Sampling(temperature=temperature)]).tolist() == [[0, 1, 0, 0]]
 
 
 def test_draws_follow_the_cumulated_sum() -> None:
