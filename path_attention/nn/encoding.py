@@ -486,4 +486,5 @@ class Forget(Decay):
         self.scale = config.forget_scale
 
     def forward(self, x: Tensor, chunk: Chunk) -> Tensor:
-        return self.scale * nn.functional.logsigmoid(self.forget_proj(x))
+        gate = nn.functional.logsigmoid(self.forget_proj(x))
+        return gate if self.scale == 1 else self.scale * gate
