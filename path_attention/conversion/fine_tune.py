@@ -1,7 +1,7 @@
 """`path-attention evaluate fine_tune`: teach models a suite at short length, test them long.
 
 OUT/data/…               solved samples, for each tokenizer
-OUT/starts/MODEL         a RoPE model of transformers as one of this library
+OUT/starts/MODEL         a RoPE model of transformers as one of this library, and its source
 OUT/trained/MODEL        the run of the trainer
 OUT/SUITE.json …         what `path-attention evaluate SUITE` writes
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from path_attention.evaluation.generated.sample import Sample
 
 FIRST_SEED = 10**9  # of samples that are trained on: far from those that are tested on
+_SOURCE = "source.json"  # of a start: what it was made from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,15 +160,26 @@ class FineTune:
     def _start(self, label: str, source: str, longest: int) -> Path:
         """The folder of a model of this library, made if it is none yet."""
         folder = self.out / "starts" / label
+        named = str(Path(source).resolve()) if Path(source).exists() else source
         if (folder / "config.json").exists():
+            note, before = folder / _SOURCE, "a model that it does not name"
+            if note.exists():
+                before = json.loads(note.read_text(encoding="utf-8"))
+            if before != named:
+                raise ValueError(
+                    f"labels: {folder} was made from {before}, got {source}; choose another label "
+                    "or another out"
+                )
             return folder
         if Path(source).is_dir() and _is_ours(model_folder(source)):
             return model_folder(source)
         check_length(source, load_teacher_config(source)[1], longest)
         tokenizer = load_any_tokenizer(source)
         partial = folder.with_name(f".{label}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
         load_teacher(source).model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
+        (partial / _SOURCE).write_text(json.dumps(named), encoding="utf-8")
         partial.rename(folder)
         return folder
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,11 @@ from path_attention.conversion.pipeline import convert, stage_recipe
 from path_attention.conversion.recipe import NO_SCORES, ConversionRecipe, StageRecipe, Target
 from path_attention.conversion.scores import readable_lengths
 from path_attention.conversion.starts import StartRule
-from path_attention.evaluation.perplexity_by_length import Partial, perplexity_by_length
+from path_attention.evaluation.perplexity_by_length import (
+    Partial,
+    parse_parts,
+    perplexity_by_length,
+)
 from path_attention.models import model_folder
 from path_attention.results import make_result, read_result, write_result
 from path_attention.training.corpus import TokenCorpus
@@ -114,6 +119,7 @@ class ConvertCheckpoints:
         rope = Run.read(self.run_folder, "run_folder")
         scratch = None if self.scratch is None else Run.read(self.scratch, "scratch")
         branches = self.branches(rope, scratch)
+        self._held_out(rope)
         unknown = sorted(set(self.only) - set(branches))
         if unknown:
             raise ValueError(f"only: expected of {list(branches)}, got {unknown}")
@@ -192,9 +198,6 @@ class ConvertCheckpoints:
             warmup=0.05,
             weight_decay=run["optimizer"]["weight_decay"],
         )
-        data = self.data or run["data"]["corpus"]
-        if data is None:
-            raise ValueError("data: expected a corpus, since the run names none")
         return dataclasses.replace(
             base,
             to=to,
@@ -203,7 +206,7 @@ class ConvertCheckpoints:
             attention=first,
             logits=dataclasses.replace(base.logits, tokens=0),
             pretraining=last,
-            data=(str(data),),
+            data=(str(self._data(rope)),),
             report=dataclasses.replace(NO_SCORES, context=context),
             precision=self.precision,
             compile=self.compile,
@@ -218,15 +221,28 @@ class ConvertCheckpoints:
             ),
         )
 
+    def _data(self, rope: Run) -> Path:
+        """The corpus's folder. Raises ValueError if neither the command nor the run names one."""
+        data = self.data or rope.recipe["data"]["corpus"]
+        if data is None:
+            raise ValueError("data: expected a corpus, since the run names none")
+        return Path(data)
+
+    def _held_out(self, rope: Run) -> dict[str, TokenCorpus]:
+        """What perplexity is measured on, by part. Raises ValueError on bad parts."""
+        corpus = TokenCorpus.open(self._data(rope))
+        parts = {name: corpus.only(patterns) for name, patterns in parse_parts(self.parts).items()}
+        return parts or {"heldout": corpus}
+
     def _do(self, name: str, recipe: ConversionRecipe, source: tuple[Path, int]) -> Outcome | None:
         out = self.out / name
-        start = self._checkpoint(*source)
+        start = self.checkpoint(*source)
         if recipe.attention.tokens:
             return convert(start, recipe, out)
         stage = stage_recipe(recipe, "pretraining", recipe.pretraining, start)
         return train(stage, out / "pretraining", objective=NextToken(Choices()))
 
-    def _checkpoint(self, run: Path, step: int) -> Path:
+    def checkpoint(self, run: Path, step: int) -> Path:
         """The model of a step: kept by `compare train`, the run's last, or exported now."""
         kept = run / "models" / f"step-{step}"
         if (kept / "config.json").exists():
@@ -235,8 +251,11 @@ class ConvertCheckpoints:
             return model_folder(run)
         folder = self.out / "checkpoints" / f"{run.name}-{step}"
         if not (folder / "config.json").exists():
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            export_step(run, step, folder)
+            partial = folder.with_name(f".{folder.name}.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.parent.mkdir(parents=True, exist_ok=True)
+            export_step(run, step, partial)
+            os.rename(partial, folder)
         return folder
 
     def _model(self, name: str) -> Path:
@@ -262,7 +281,7 @@ class ConvertCheckpoints:
             row |= {"tokens": before + recipe.pretraining.steps * rope.batch_tokens}
             rows.append({**row, "heldout_loss": curve[-1]["loss"] if curve else None})
         device = "cuda" if self.device != "cpu" and torch.cuda.is_available() else "cpu"
-        rows += self._lengths(list(branches), device)
+        rows += self._lengths(rope, list(branches), device)
         return make_result(
             what="Checkpoints of one RoPE run converted and trained on to the same tokens, beside "
             "RoPE and the new encoding from nothing: held-out loss in nats a token by all tokens "
@@ -271,15 +290,9 @@ class ConvertCheckpoints:
             device=device,
         )
 
-    def _lengths(self, names: Sequence[str], device: str) -> list[dict[str, Any]]:
-        rope = Run.read(self.run_folder, "run_folder")
-        corpus = TokenCorpus.open(self.data or rope.recipe["data"]["corpus"])
-        parts = {"heldout": corpus}
-        if self.parts:
-            pairs = [text.partition("=") for text in self.parts]
-            parts = {name: corpus.only(patterns.split(",")) for name, _, patterns in pairs}
+    def _lengths(self, rope: Run, names: Sequence[str], device: str) -> list[dict[str, Any]]:
         rows = []
-        for part, documents in parts.items():
+        for part, documents in self._held_out(rope).items():
             lengths = readable_lengths(documents, self.lengths, self.targets)
             if not lengths:
                 continue

@@ -391,6 +391,20 @@ def parse_lengths(text: str) -> tuple[int, ...]:
         ) from None
 
 
+def parse_parts(texts: Sequence[str]) -> dict[str, list[str]]:
+    """Patterns of documents' names by part, of "NAME=PATTERN,PATTERN" each.
+
+    Raises ValueError naming `parts`.
+    """
+    parts = {}
+    for text in texts:
+        name, equals, patterns = text.partition("=")
+        if not (name and equals and patterns):
+            raise ValueError(f"parts: expected NAME=PATTERN,PATTERN, got {text!r}")
+        parts[name] = patterns.split(",")
+    return parts
+
+
 def name_models(folders: Sequence[Path], labels: Sequence[str] = ()) -> dict[str, Path]:
     """A different label for each folder. Raises ValueError naming `models` or `labels`."""
     if not folders:

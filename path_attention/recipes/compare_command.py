@@ -27,6 +27,7 @@ import torch
 from path_attention.evaluation.perplexity_by_length import (
     Partial,
     parse_lengths,
+    parse_parts,
     perplexity_by_length,
 )
 from path_attention.recipes.language_models import COMPARED, Budget, compared_model, milestones
@@ -102,13 +103,7 @@ class CompareModels:
 
     def held_out(self) -> dict[str, list[str]]:
         """Patterns of each part. Raises ValueError on a part without any."""
-        parts = {}
-        for text in self.parts:
-            name, equals, patterns = text.partition("=")
-            if not (name and equals and patterns):
-                raise ValueError(f"parts: expected NAME=PATTERN,PATTERN, got {text!r}")
-            parts[name] = patterns.split(",")
-        return parts
+        return parse_parts(self.parts)
 
     def done(self, recipe: Recipe) -> bool:
         """Whether a run has all its results."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,26 @@ def test_what_does_not_fit_is_refused(models, tmp_path, capsys) -> None:
             cli.main(["evaluate", "fine_tune", *words, *WORDS, "--out", str(tmp_path / "o")])
         assert capsys.readouterr().err.startswith(f"error: {line}")
     assert not (tmp_path / "o").exists()
+
+
+def test_a_start_of_another_model_is_refused(models, tmp_path, capsys) -> None:
+    """A label stands for one model: what another left under it is not taken for it."""
+    words = ["evaluate", "fine_tune", "variable_assignment", *WORDS, "--labels", "it", "--prepare"]
+    words += ["--out", str(tmp_path)]
+    partial = tmp_path / "starts" / ".it.partial"  # of a run that was killed, of more files
+    partial.mkdir(parents=True)
+    (partial / "model-00002-of-00002.safetensors").touch()
+    cli.main([*words, models[0]])
+    made = tmp_path / "starts" / "it"
+    assert not (made / "model-00002-of-00002.safetensors").exists()
+    cli.main([*words, models[0]])
+    copied = tmp_path / "llama"
+    shutil.copytree(models[0], copied)
+    for other in (str(copied), models[1]):
+        capsys.readouterr()
+        with pytest.raises(SystemExit):
+            cli.main([*words, other])
+        assert f"error: labels: {made} was made from {models[0]}" in capsys.readouterr().err
 
 
 def test_one_process_does_it(models, tmp_path, capsys, monkeypatch) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from path_attention import cli
+from path_attention.conversion import hardening
+from path_attention.conversion.hardening import ConvertCheckpoints
 from path_attention.models import load_model
 from path_attention.results import read_result
 from path_attention.training.loop import train
@@ -94,6 +96,9 @@ def test_every_branch_ends_at_the_same_tokens(runs, tmp_path, capsys) -> None:
         (("--more", "0.1"), "more: expected a share that leaves more than the 128 tokens"),
         (("--steps", "77"), "more: expected a share that leaves more"),
         (("--only", "from-3"), "only: expected of"),
+        (("--parts", "code"), "parts: expected NAME=PATTERN,PATTERN, got 'code'"),
+        (("--parts", "code=nothing/*"), "documents: "),
+        (("--data", "no/such"), "corpus: expected a folder"),
         (("--to", "path_fox"), "scratch: expected a run of 'path_fox' on 640 tokens, got 'path'"),
     ],
 )
@@ -102,6 +107,21 @@ def test_what_does_not_fit_is_refused(runs, tmp_path, capsys, more, line) -> Non
         cli.main(words(runs, tmp_path / "o", *more))
     assert f"error: {line}" in capsys.readouterr().err
     assert not (tmp_path / "o").exists()
+
+
+def test_a_checkpoint_is_exported_whole_or_not_at_all(runs, tmp_path, monkeypatch) -> None:
+    command = ConvertCheckpoints(run_folder=runs / "rope", out=tmp_path, device="cpu")
+
+    def killed(run: Path, step: int, out: Path) -> None:
+        out.mkdir(parents=True)
+        (out / "config.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hardening, "export_step", killed)
+        with pytest.raises(KeyboardInterrupt):
+            command.checkpoint(runs / "rope", 5)
+    assert load_model(command.checkpoint(runs / "rope", 5)).config.transport == "rotary"
 
 
 def test_a_run_must_be_ropes_and_finished(runs, tmp_path, capsys) -> None:
