@@ -46,7 +46,7 @@ class TrackedSwaps(Task):
     unit = "answers"
     solved_error = 0.01
 
-    swaps: int = 20
+    swaps: int = 16
     first: int = 1
 
     def __post_init__(self) -> None:

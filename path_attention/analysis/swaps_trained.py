@@ -19,8 +19,8 @@ from path_attention.tasks.recipe import Options, TaskRecipe
 from path_attention.tasks.replicas import Replicas
 from path_attention.tasks.task import check_range
 
-_HAND_SET = "PaTH, hand-set"
-_TRAINED = {"PaTH, trained": "path", "RoPE, trained": "rope"}
+_TRAINED = ("path", "rope")
+_LABELS = {"path": "PaTH, trained", "rope": "RoPE, trained", "hand_set": "PaTH, hand-set"}
 _CHANCE = {"questions": 0.2, "claims": 0.6}  # five items; half right, and one in five of the others
 
 
@@ -36,11 +36,11 @@ class AnalyzeSwapsTrained:
 
     swaps: int = 16
     """Swaps in a training sequence."""
-    steps: int = 600
+    steps: int = 800
     """Optimizer steps of each run; over the first half training sequences grow to full length."""
     batch: int = 16
     """Sequences of a step."""
-    learning_rates: str = "0.001,0.003"
+    learning_rates: str = "0.003,0.01"
     """Peaks of AdamW's rate, with commas between: of each encoding the one with the fewest errors
     at the training length counts, a mean over seeds."""
     seeds: int = 3
@@ -63,7 +63,7 @@ class AnalyzeSwapsTrained:
             what="Share of right answers to questions (which item is at a place) and claims (is it "
             "this one) by the number of swaps before them, more than the row before and at most "
             "its own: one PaTH layer with hand-set weights, and one of PaTH and of RoPE of the "
-            "same size, trained; kind rate: share of both at the training length by learning rate",
+            "same size, trained; kind mean: over seeds, kind rate: of both at the training length",
             rows=rows,
             device=device,
         )
@@ -76,28 +76,35 @@ class AnalyzeSwapsTrained:
         parts = task.parts(_numbers("ends", self.ends, int), self.answers)
         rates = _numbers("learning_rates", self.learning_rates, float)
         check_range("seeds", self.seeds, 1)
-        recipes = {name: self._recipes(task, kind, rates) for name, kind in _TRAINED.items()}
-        rows = []
+        rows: list[dict[str, Any]] = []
 
         def test(name: str, replicas: Replicas, of_each: list[dict[str, Any]]) -> None:
-            for found, own in zip(measure(replicas, parts, None), of_each, strict=True):
-                rows.extend({"kind": "swaps", "model": name, **own, **_shares(c)} for c in found)
-            say(_line(name, rows))
+            found = measure(replicas, parts, None)
+            own = [
+                {"kind": "seed", "model": name, **of_one, **_shares(counts)}
+                for counts_of_one, of_one in zip(found, of_each, strict=True)
+                for counts in counts_of_one
+            ]
+            means = _means(own)
+            rows.extend(own + means)
+            shown = ", ".join(f"{row['swaps']}: {row['questions']:.3f}" for row in means)
+            say(f"{_LABELS[name]}, questions answered right after up to … swaps: {shown}")
 
-        for name, of_name in recipes.items():
-            engine = Engine(of_name, device=str(device))
-            outcomes = engine.run(say=say)
-            by_rate = dict.fromkeys(rates, 0.0)
-            for outcome in outcomes:
-                recipe, (counts,) = outcome.recipe, outcome.tests
-                by_rate[recipe.learning_rate] += counts.share
-                own = {**_of(recipe), "swaps": self.swaps, "right": 1 - counts.share}
+        all_recipes = {name: self._recipes(task, name, rates) for name in _TRAINED}
+        for name, recipes in all_recipes.items():
+            engine = Engine(recipes, device=str(device))
+            errors = dict.fromkeys(rates, 0.0)
+            for outcome in engine.run(say=say):
+                of_one, (counts,) = _of(outcome.recipe), outcome.tests
+                errors[of_one["learning_rate"]] += counts.share
+                own = {**of_one, "swaps": self.swaps, "right": 1 - counts.share}
                 rows.append({"kind": "rate", "model": name, **own})
-            best = min(by_rate, key=by_rate.__getitem__)
-            kept = [n for n, recipe in enumerate(of_name) if recipe.learning_rate == best]
+            best = min(errors, key=errors.__getitem__)
+            kept = [n for n, recipe in enumerate(recipes) if recipe.learning_rate == best]
             replicas = Replicas([engine.model(n) for n in kept], device)
-            test(name, replicas, [_of(of_name[n]) for n in kept])
-        test(_HAND_SET, Replicas([swap_tracker()], device), [{"learning_rate": None, "seed": None}])
+            test(name, replicas, [_of(recipes[n]) for n in kept])
+        hand_set = Replicas([swap_tracker()], device)
+        test("hand_set", hand_set, [{"learning_rate": None, "seed": None}])
         return rows
 
     def _recipes(self, task: TrackedSwaps, encoding: str, rates: list[float]) -> list[TaskRecipe]:
@@ -142,18 +149,15 @@ def _shares(counts: Counts) -> dict[str, Any]:
     return {"swaps": int(counts.test), "answers": min(counts.counted), **found}
 
 
-def _line(name: str, rows: list[dict[str, Any]]) -> str:
-    own = [row for row in rows if row["kind"] == "swaps" and row["model"] == name]
-    shown = [f"{end}: {_mean(own, end, 'questions'):.3f}" for end in _ends(own)]
-    return f"{name}, questions answered right after up to … swaps: " + ", ".join(shown)
-
-
-def _ends(rows: Sequence[Mapping[str, Any]]) -> list[int]:
-    return sorted({row["swaps"] for row in rows})
-
-
-def _mean(rows: Sequence[Mapping[str, Any]], end: int, column: str) -> float:
-    return fmean(row[column] for row in rows if row["swaps"] == end)
+def _means(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each number of swaps, over seeds."""
+    means = []
+    for end in dict.fromkeys(row["swaps"] for row in rows):
+        at_end = [row for row in rows if row["swaps"] == end]
+        of_all = {"kind": "mean", "seed": None, "answers": sum(row["answers"] for row in at_end)}
+        shares = {kind: fmean(row[kind] for row in at_end) for kind in _CHANCE}
+        means.append({**at_end[0], **of_all, **shares})
+    return means
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
@@ -161,21 +165,23 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.5, 4), layout="constrained", dpi=150)
-    rows = [row for row in result["rows"] if row["kind"] == "swaps"]
-    longest = max(row["swaps"] for row in result["rows"] if row["kind"] == "rate")
+    rows = result["rows"]
+    trained_at = max(row["swaps"] for row in rows if row["kind"] == "rate")
     titles = {"questions": "which item is at a place", "claims": "is this item at that place"}
     panels = figure.subplots(1, 2, sharey=True)
     for axes, (column, title) in zip(panels, titles.items(), strict=True):
-        for n, name in enumerate(dict.fromkeys(row["model"] for row in rows)):
-            own = [row for row in rows if row["model"] == name]
-            places = _ends(own)
-            for seed in {row["seed"] for row in own}:
-                shares = [row[column] for row in own if row["seed"] == seed]
-                axes.plot(places, shares, color=f"C{n}", alpha=0.35, linewidth=0.8)
-            means = [_mean(own, end, column) for end in places]
-            axes.plot(places, means, "o-", color=f"C{n}", label=name, markersize=3)
+        for n, (name, label) in enumerate(_LABELS.items()):
+            own = [row for row in rows if row["model"] == name and row["kind"] != "rate"]
+            seeds = dict.fromkeys(row["seed"] for row in own if row["kind"] == "seed")
+            for seed in seeds:
+                line = [row for row in own if row["kind"] == "seed" and row["seed"] == seed]
+                x, y = [row["swaps"] for row in line], [row[column] for row in line]
+                axes.plot(x, y, color=f"C{n}", alpha=0.4, linewidth=0.8)
+            line = [row for row in own if row["kind"] == "mean"]
+            x, y = [row["swaps"] for row in line], [row[column] for row in line]
+            axes.plot(x, y, "o-", color=f"C{n}", label=label, markersize=3)
         axes.axhline(_CHANCE[column], color="grey", linestyle=":", linewidth=1, label="guessing")
-        axes.axvspan(1, longest, color="grey", alpha=0.12, linewidth=0, label="trained at")
+        axes.axvspan(1, trained_at, color="grey", alpha=0.12, linewidth=0, label="trained at")
         axes.set_xscale("log")
         axes.set_xlabel("swaps before it, up to")
         axes.set_title(title)

@@ -66,13 +66,13 @@ def test_parts_ask_after_their_swaps_and_the_construction_is_right():
 def test_the_command_writes_its_result(tmp_path, capsys):
     AnalyzeSwapsTrained(**SMALL, device="cpu", out=tmp_path / "x").run()
     rows = read_result(tmp_path / "x.json")["rows"]
-    trained = ["PaTH, trained", "RoPE, trained"]
+    trained = ["path", "rope"]
     rates = [row for row in rows if row["kind"] == "rate"]
     assert [(r["model"], r["learning_rate"], r["seed"]) for r in rates] == [
-        (name, rate, seed) for name in trained for rate in (0.001, 0.003) for seed in (0, 1)
+        (name, rate, seed) for name in trained for rate in (0.003, 0.01) for seed in (0, 1)
     ]
-    swaps = [row for row in rows if row["kind"] == "swaps"]
-    assert {r["model"] for r in swaps} == {*trained, "PaTH, hand-set"}
+    swaps = [row for row in rows if row["kind"] == "seed"]
+    assert {r["model"] for r in swaps} == {*trained, "hand_set"}
     for name in trained:
         own = [r for r in swaps if r["model"] == name]
         assert [(r["seed"], r["swaps"]) for r in own] == [(s, n) for s in (0, 1) for n in (1, 2, 9)]
@@ -81,8 +81,13 @@ def test_the_command_writes_its_result(tmp_path, capsys):
         for r in tried:
             mean[r["learning_rate"]] += r["right"]
         assert {mean[r["learning_rate"]] for r in own} == {max(mean.values())}
-    hand_set = [r for r in swaps if r["model"] == "PaTH, hand-set"]
+    hand_set = [r for r in swaps if r["model"] == "hand_set"]
     assert [(r["questions"], r["claims"]) for r in hand_set] == [(1, 1)] * 3
+    means = [r["claims"] for r in rows if (r["kind"], r["model"]) == ("mean", "rope")]
+    assert means == [
+        sum(r["claims"] for r in swaps if (r["model"], r["swaps"]) == ("rope", end)) / 2
+        for end in (1, 2, 9)
+    ]
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     assert "up to … swaps: 1: 1.000, 2: 1.000, 9: 1.000" in capsys.readouterr().out
 
