@@ -18,20 +18,26 @@ def control_of(recipe: ConversionRecipe) -> ConversionRecipe:
     """The control's recipe: next-token training of the teacher, by the rate, context and batch of
     the stage with the most tokens, for the tokens of all stages, on all parameters.
 
-    Raises ValueError if nothing was trained.
+    Raises ValueError if nothing was trained, or that stage on other corpora than `data`, which the
+    control is trained and measured on.
     """
-    stages = [stage for _, stage in recipe.stages()]
+    stages = dict(recipe.stages())
     if not stages:
         raise ValueError("conversion: expected one that trained, got stages without tokens")
-    longest = max(stages, key=lambda stage: stage.steps * stage.batch_tokens)
-    tokens = sum(stage.steps * stage.batch_tokens for stage in stages)
+    tokens = {name: stage.steps * stage.batch_tokens for name, stage in stages.items()}
+    name = max(tokens, key=tokens.__getitem__)
+    if recipe.corpora(name) != recipe.data:
+        raise ValueError(
+            f"conversion: expected its stage {name} on data {recipe.data}, got stage_data "
+            f"{recipe.corpora(name)}; `convert MODEL --to rope --data …` trains a teacher on those"
+        )
     return dataclasses.replace(
         recipe,
         to="rope",
         start="near_zero",
         attention=dataclasses.replace(recipe.attention, tokens=0),
         logits=dataclasses.replace(recipe.logits, tokens=0),
-        pretraining=dataclasses.replace(longest, tokens=tokens, trainable="all"),
+        pretraining=dataclasses.replace(stages[name], tokens=sum(tokens.values()), trainable="all"),
     )
 
 

@@ -23,7 +23,7 @@ def options_of(words: list[str], capsys) -> str:
 def test_commands_name_options_that_there_are(capsys) -> None:
     commands = [["convert"], ["convert", "compare"], ["convert", "fla"], ["export"]]
     commands += [["corpus", "build"], ["evaluate", "perplexity"], ["evaluate", "fine_tune"]]
-    commands += [["benchmark", "conversion"], ["convert", "checkpoints"]]
+    commands += [["benchmark", "conversion"], ["convert", "checkpoints"], ["convert", "control"]]
     known = " ".join(options_of(words, capsys) for words in commands)
     named = set(re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", TEXT)) - {"--help", "--pretraining"}
     assert len(named) > 15 and {name for name in named if name not in known} == set()

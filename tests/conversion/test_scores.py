@@ -144,6 +144,12 @@ def test_the_control_has_the_same_tokens_data_and_recipe(converted, recipe, caps
     mixed = small_conversion(["a", "b"])
     tokens = control_of(mixed).pretraining.tokens
     assert tokens == sum(s.steps * s.batch_tokens for _, s in mixed.stages()) == 3 * 512
+    distilled = dataclasses.replace(recipe, stage_data=tuple(reversed(recipe.data)))
+    with pytest.raises(ValueError, match=r"^conversion: expected its stage logits on data \("):
+        control_of(distilled)  # whose longest stage saw what a control would not
+    last = dataclasses.replace(mixed.pretraining, tokens=5000)
+    longest = dataclasses.replace(mixed, pretraining=last, stage_data=("c",))
+    assert control_of(longest).pretraining.steps == 48
     with pytest.raises(ValueError, match="^conversion: expected a finished conversion in"):
         read_conversion(converted / "logits")
 
