@@ -212,7 +212,8 @@ def score_rows(totals: Totals, head: int) -> Iterator[Row]:
 def tail_rows(totals: Totals, head: int) -> Iterator[Row]:
     """Shares of |score| at least u times what a random one scatters by, beside 2 e^{−u²/2}.
 
-    That is ‖q‖‖k‖/√d, for rotations √(Σ |q_n|²|k_n|²) over pairs: `cap_tail`, `hoeffding_tail`.
+    That is ‖q‖‖k‖/√d (`cap_tail`); for rotations √(Σ |q_n|²|k_n|²) over pairs (`hoeffding_tail`),
+    which is √2 times what random phases scatter by.
     """
     counts = totals.sums["tails"][head]
     beyond = counts.flip(1).cumsum(1).flip(1)[:, 1:]

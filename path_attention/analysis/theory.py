@@ -1,7 +1,7 @@
 """The theorems' numbers: what is predicted, for measurements to stand beside.
 
-Letters: d head size, K near and M far keys, λ a bound on |logit|, u a score in units of what a
-random one scatters by. Source, where none is named: arXiv 2606.24975.
+Letters: d head size, K near and M far keys, λ a bound on |logit|, u a score in the units
+that its bound has. Source, where none is named: arXiv 2606.24975.
 """
 
 from __future__ import annotations
