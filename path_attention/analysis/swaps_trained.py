@@ -10,7 +10,15 @@ from typing import Any
 
 import torch
 
-from path_attention.analysis.construction import HEAD, HEADS, HIDDEN, swap_tracker
+from path_attention.analysis.construction import (
+    ASK,
+    HEAD,
+    HEADS,
+    HIDDEN,
+    SWAP,
+    YES,
+    swap_tracker,
+)
 from path_attention.analysis.swaps_task import TrackedSwaps
 from path_attention.results import make_result, write_result
 from path_attention.tasks.engine import Engine
@@ -36,7 +44,7 @@ class AnalyzeSwapsTrained:
 
     swaps: int = 16
     """Swaps in a training sequence."""
-    steps: int = 800
+    steps: int = 600
     """Optimizer steps of each run; over the first half training sequences grow to full length."""
     batch: int = 16
     """Sequences of a step."""
@@ -63,7 +71,8 @@ class AnalyzeSwapsTrained:
             what="Share of right answers to questions (which item is at a place) and claims (is it "
             "this one) by the number of swaps before them, more than the row before and at most "
             "its own: one PaTH layer with hand-set weights, and one of PaTH and of RoPE of the "
-            "same size, trained; kind mean: over seeds, kind rate: of both at the training length",
+            "same size, trained; kind mean: over seeds, kind rate: of both at the training length, "
+            "kind beta: mean strength β of tokens by head",
             rows=rows,
             device=device,
         )
@@ -78,8 +87,8 @@ class AnalyzeSwapsTrained:
         check_range("seeds", self.seeds, 1)
         rows: list[dict[str, Any]] = []
 
-        def test(name: str, replicas: Replicas, of_each: list[dict[str, Any]]) -> None:
-            found = measure(replicas, parts, None)
+        def test(name: str, models: list[Any], of_each: list[dict[str, Any]]) -> None:
+            found = measure(Replicas(models, device), parts, None)
             own = [
                 {"kind": "seed", "model": name, **of_one, **_shares(counts)}
                 for counts_of_one, of_one in zip(found, of_each, strict=True)
@@ -87,6 +96,8 @@ class AnalyzeSwapsTrained:
             ]
             means = _means(own)
             rows.extend(own + means)
+            for model, of_one in zip(models, of_each, strict=True):
+                rows.extend({"kind": "beta", "model": name, **of_one, **b} for b in _betas(model))
             shown = ", ".join(f"{row['swaps']}: {row['questions']:.3f}" for row in means)
             say(f"{_LABELS[name]}, questions answered right after up to … swaps: {shown}")
 
@@ -101,10 +112,8 @@ class AnalyzeSwapsTrained:
                 rows.append({"kind": "rate", "model": name, **own})
             best = min(errors, key=errors.__getitem__)
             kept = [n for n, recipe in enumerate(recipes) if recipe.learning_rate == best]
-            replicas = Replicas([engine.model(n) for n in kept], device)
-            test(name, replicas, [_of(recipes[n]) for n in kept])
-        hand_set = Replicas([swap_tracker()], device)
-        test("hand_set", hand_set, [{"learning_rate": None, "seed": None}])
+            test(name, [engine.model(n) for n in kept], [_of(recipes[n]) for n in kept])
+        test("hand_set", [swap_tracker()], [{"learning_rate": None, "seed": None}])
         return rows
 
     def _recipes(self, task: TrackedSwaps, encoding: str, rates: list[float]) -> list[TaskRecipe]:
@@ -149,6 +158,24 @@ def _shares(counts: Counts) -> dict[str, Any]:
     return {"swaps": int(counts.test), "answers": min(counts.counted), **found}
 
 
+@torch.no_grad()
+def _betas(model: Any) -> list[dict[str, Any]]:
+    """For each head of PaTH, the mean β of swaps and of questions and claims; of RoPE nothing.
+
+    Nothing else than the token decides it: there is one layer and no convolution.
+    """
+    block = model.model.layers[0]
+    if model.config.transport != "householder":
+        return []
+    x = block.attention_norm(model.model.embed_tokens.weight)
+    beta = block.attention.transport.beta_max * block.attention.transport.beta_proj(x).sigmoid()
+    swaps, others = beta[SWAP:ASK].mean(0).tolist(), beta[ASK:YES].mean(0).tolist()
+    return [
+        {"head": n, "beta_of_swaps": a, "beta_of_others": b}
+        for n, (a, b) in enumerate(zip(swaps, others, strict=True))
+    ]
+
+
 def _means(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A row for each number of swaps, over seeds."""
     means = []
@@ -171,7 +198,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     panels = figure.subplots(1, 2, sharey=True)
     for axes, (column, title) in zip(panels, titles.items(), strict=True):
         for n, (name, label) in enumerate(_LABELS.items()):
-            own = [row for row in rows if row["model"] == name and row["kind"] != "rate"]
+            own = [row for row in rows if row["model"] == name and row["kind"] in ("seed", "mean")]
             seeds = dict.fromkeys(row["seed"] for row in own if row["kind"] == "seed")
             for seed in seeds:
                 line = [row for row in own if row["kind"] == "seed" and row["seed"] == seed]

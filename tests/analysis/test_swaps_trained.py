@@ -88,6 +88,13 @@ def test_the_command_writes_its_result(tmp_path, capsys):
         sum(r["claims"] for r in swaps if (r["model"], r["swaps"]) == ("rope", end)) / 2
         for end in (1, 2, 9)
     ]
+    betas = [row for row in rows if row["kind"] == "beta"]
+    assert [(r["model"], r["seed"], r["head"]) for r in betas] == [
+        *(("path", seed, head) for seed in (0, 1) for head in (0, 1)),
+        *(("hand_set", None, head) for head in (0, 1)),
+    ]
+    assert all(0.9 < r["beta_of_swaps"] < 1.1 for r in betas[:4])  # two steps from its start at 1
+    assert all((r["beta_of_swaps"], r["beta_of_others"]) == (2, 0) for r in betas[4:])
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     assert "up to … swaps: 1: 1.000, 2: 1.000, 9: 1.000" in capsys.readouterr().out
 
