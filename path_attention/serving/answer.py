@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -85,7 +85,7 @@ class Answer:
         self.last: float | None = None
         self.random = make_generator(self.sampling.seed, index)
         self._ends, self._text = ends, TextStream(tokenizer, self.request.stop)
-        self._waiting: list[tuple[int, TokenLogprob]] = []  # with where their text begins
+        self._waiting: list[TokenLogprob] = []
 
     @property
     def ids(self) -> list[int]:
@@ -110,7 +110,7 @@ class Answer:
             self.finish, text = "stop", self._text.finish()
         else:
             if logprob is not None:
-                self._waiting.append((self._text.length, logprob))
+                self._waiting.append(replace(logprob, at=self._text.length))
             text = self._text.push(token)
             if not self._text.stopped and len(self.tokens) >= self.request.max_tokens:
                 self.finish, text = "length", text + self._text.finish()
@@ -132,7 +132,7 @@ class Answer:
 
     def _deliver(self, text: str) -> None:
         every = self.finish is not None and not self._text.stopped
-        ready = [x for at, x in self._waiting if every or at < self._text.given]
+        ready = [x for x in self._waiting if every or x.at < self._text.given]
         self._waiting = self._waiting[len(ready) :]
         if self.finish is None:
             if text or ready:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ from path_attention.serving.responses import ChatWriter, CompletionWriter, Whole
 from path_attention.serving.settings import Settings
 
 _ENGINE = "x-path-attention-engine"
+_MANY = 100  # tokens whose log-probabilities are written outside of the event loop
 
 
 def create_app(engine: Engine, settings: Settings) -> FastAPI:
@@ -65,7 +66,7 @@ class _Api:
         messages = [message.plain() for message in body.messages]
         ids = await asyncio.to_thread(self.prompts.encode, messages)
         writer = ChatWriter(
-            self.settings.model_name, self.prompts.tokenizer, [ids],
+            self.settings.model_name, self.prompts.names, [ids],
             logprobs=body.logprobs, token_ids=body.return_token_ids,
         )  # fmt: skip
         limit = self._default_limit(len(ids)) if body.limit is None else body.limit
@@ -79,9 +80,11 @@ class _Api:
         ids = [await asyncio.to_thread(self.prompts.encode, prompt) for prompt in prompts]
         echo = None
         if body.echo:
-            echo = [x if isinstance(x, str) else self._decode(x) for x in prompts]
+            self._check_tokens(ids)
+            pairs = zip(prompts, ids, strict=True)
+            echo = [await asyncio.to_thread(self.prompts.echo, *pair) for pair in pairs]
         writer = CompletionWriter(
-            self.settings.model_name, self.prompts.tokenizer, ids,
+            self.settings.model_name, self.prompts.names, ids,
             logprobs=body.logprobs is not None, token_ids=body.return_token_ids,
             echo=echo, choices=body.n,
         )  # fmt: skip
@@ -111,7 +114,7 @@ class _Api:
             events = _events(call, writer, body)
             return _Stream(call, events, media_type="text/event-stream", headers=self.headers)
         told = await _unless_gone(http, call, _collect(call, writer))
-        return JSONResponse(told, headers=self.headers)
+        return Response(told, media_type="application/json", headers=self.headers)
 
     async def models(self) -> Response:
         told = {"object": "list", "data": [self._describe()]}
@@ -153,18 +156,18 @@ class _Api:
         context, most = self.engine.context_length, self.settings.max_output_tokens
         return most if context is None else max(1, min(most, context - prompt))
 
-    def _decode(self, ids: list[int]) -> str:
-        try:
-            return self.prompts.decode(ids)
-        except (OverflowError, TypeError) as error:
-            raise Refused("prompt: expected token ids of this model", param="prompt") from error
+    def _check_tokens(self, prompts: Sequence[Sequence[int]]) -> None:
+        """What the engine would refuse anyway, before it is decoded."""
+        for prompt in prompts:
+            self.engine.check_prompt(prompt)
 
 
-async def _collect(call: Call, writer: Writer) -> dict[str, Any]:
+async def _collect(call: Call, writer: Writer) -> bytes:
     choices = [Whole() for _ in range(len(writer.prompts) * call.choices)]
     async for n, piece in call.pieces():
         choices[n].add(piece)
-    return writer.whole(choices)
+    # Long with log-probabilities: the loop goes on meanwhile.
+    return await asyncio.to_thread(lambda: _json(writer.whole(choices)).encode())
 
 
 async def _unless_gone(http: HttpRequest, call: Call, answer: Any) -> Any:
@@ -199,7 +202,11 @@ async def _events(
         async for n, piece in call.pieces():
             if piece.finish is not None:
                 lasts[n] = piece
-            for chunk in writer.chunks(n, piece):
+            if len(piece.logprobs) > _MANY:
+                chunks = await asyncio.to_thread(writer.chunks, n, piece)
+            else:
+                chunks = writer.chunks(n, piece)
+            for chunk in chunks:
                 yield _event({**chunk, **more})
         if body.tells_usage:
             usage = writer.usage([lasts[n] for n in sorted(lasts)])
@@ -212,7 +219,11 @@ async def _events(
 
 
 def _event(told: dict[str, Any]) -> str:
-    return f"data: {json.dumps(told, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return f"data: {_json(told)}\n\n"
+
+
+def _json(told: dict[str, Any]) -> str:
+    return json.dumps(told, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 class _Stream(StreamingResponse):

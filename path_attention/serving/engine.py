@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
@@ -102,17 +102,29 @@ class Engine:
             ticket.cancelled = True
             self._changed.notify()
 
-    def check(self, request: Request) -> None:
-        """Raise `Refused` on a request beyond the limits."""
-        settings, length = self.settings, len(request.prompt)
+    def check_prompt(self, prompt: Sequence[int]) -> None:
+        """Raise `Refused` on a prompt beyond the limits, or of tokens that the model lacks."""
+        length, limit = len(prompt), self.settings.max_prompt_tokens
         if not length:
             raise Refused("the prompt has no token", param="prompt")
-        limit = settings.max_prompt_tokens
         if length > limit:
             raise Refused(
                 f"the prompt has {length} tokens, at most {limit} are taken",
                 param="prompt", code="context_length_exceeded",
             )  # fmt: skip
+        self._check_tokens("prompt", prompt)
+
+    def _check_tokens(self, name: str, tokens: Iterable[int]) -> None:
+        size = self.model.config.get_text_config().vocab_size
+        wrong = next((token for token in tokens if not 0 <= token < size), None)
+        if wrong is not None:
+            raise Refused(f"token {wrong}: the model has the tokens 0 to {size - 1}", param=name)
+
+    def check(self, request: Request) -> None:
+        """Raise `Refused` on a request beyond the limits."""
+        settings, length = self.settings, len(request.prompt)
+        self.check_prompt(request.prompt)
+        self._check_tokens("logit_bias", request.sampling.logit_bias)
         context = self.context_length
         if context is not None and length + request.max_tokens > context:
             raise Refused(
@@ -127,10 +139,6 @@ class Engine:
             )
         if request.choices > self.most_choices:
             raise Refused(f"n: at most {self.most_choices}, got {request.choices}", param="n")
-        size = self.model.config.get_text_config().vocab_size
-        wrong = [t for t in (*request.prompt, *request.sampling.logit_bias) if not 0 <= t < size]
-        if wrong:
-            raise Refused(f"token {wrong[0]}: the model has the tokens 0 to {size - 1}")
 
     @property
     def rows(self) -> int:

@@ -19,7 +19,7 @@ from path_attention.serving.inspection import Inspection, inspect_token
 from path_attention.serving.prompts import Prompts
 from path_attention.serving.protocol import Body, Message, parse
 from path_attention.serving.request import Refused
-from path_attention.serving.text import TextStream, token_bytes
+from path_attention.serving.text import Names, TextStream
 
 _FILES = {
     "index.html": "text/html; charset=utf-8",
@@ -164,12 +164,12 @@ def spell(tokenizer: Any, token_ids: list[int], start: int = 0) -> dict[str, Any
         texts += [stream.push(token) for token in part]
         if part:
             texts[-1] += stream.finish()
-    special, names = set(tokenizer.all_special_ids), {}
+    special, known, names = set(tokenizer.all_special_ids), Names(tokenizer), {}
     for place, (token, text) in enumerate(zip(token_ids, texts, strict=True)):
         if token in special:
             names[place] = str(tokenizer.convert_ids_to_tokens(token))
         elif not text:
-            names[place] = token_bytes(tokenizer, token).hex(" ")
+            names[place] = known.bytes(token).hex(" ")
     return {"token_ids": token_ids, "start": start, "texts": texts, "names": names}
 
 

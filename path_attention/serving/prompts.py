@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from path_attention.models.generation import encode_prompt
 from path_attention.serving.request import Refused
+from path_attention.serving.text import Names, TextStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -18,15 +19,24 @@ PLAIN_TEMPLATE = (
 )
 
 
+class Echo(NamedTuple):
+    """A prompt as a completion tells it again."""
+
+    text: str
+    offsets: list[int]  # of its tokens
+
+
 class Prompts:
     """A tokenizer for the API's thread, with a chat template.
 
     Attributes:
         has_template: whether the tokenizer brought one; else it is `PLAIN_TEMPLATE`.
+        names: of its tokens.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = copy.deepcopy(tokenizer)  # the engine's own is not for two threads
+        self.names = Names(self.tokenizer)
         self.has_template = tokenizer.chat_template is not None
         if not self.has_template:
             self.tokenizer.chat_template = PLAIN_TEMPLATE
@@ -44,6 +54,10 @@ class Prompts:
                 raise
             raise Refused(f"messages: {error}", param="messages") from error
 
-    def decode(self, ids: list[int]) -> str:
-        """Text of a prompt that came as ids."""
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+    def echo(self, prompt: str | list[int], ids: list[int]) -> Echo:
+        """A prompt's text, and where in it each of its tokens begins."""
+        stream, offsets, text = TextStream(self.tokenizer), [], ""
+        for token in ids:
+            offsets.append(stream.length)
+            text += stream.push(token)
+        return Echo(prompt if isinstance(prompt, str) else text + stream.finish(), offsets)

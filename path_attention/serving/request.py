@@ -62,11 +62,17 @@ class Sampling:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token, its log-probability, and the likeliest ones in its place, best first."""
+    """A token, its log-probability, and the likeliest ones in its place, best first.
+
+    Attributes:
+        logprob: None for a prompt's first token.
+        at: where in the answer's text its own begins; 0 for a prompt's tokens.
+    """
 
     token: int
-    logprob: float | None  # None for a prompt's first token
+    logprob: float | None
     top: tuple[tuple[int, float], ...] = ()
+    at: int = 0
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from path_attention.serving.request import Piece, TokenLogprob
-from path_attention.serving.text import token_bytes
+from path_attention.serving.text import Names
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from path_attention.serving.prompts import Echo
 
 _LEAST = -9999.0  # stands for a probability of zero: JSON has no infinity
 
@@ -43,13 +44,13 @@ class Writer:
     def __init__(
         self,
         model: str,
-        tokenizer: PreTrainedTokenizerBase,
+        names: Names,
         prompts: Sequence[Sequence[int]],
         *,
         logprobs: bool,
         token_ids: bool,
     ) -> None:
-        self.model, self.tokenizer, self.prompts = model, tokenizer, prompts
+        self.model, self.names, self.prompts = model, names, prompts
         self.logprobs, self.token_ids = logprobs, token_ids
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
 
@@ -99,13 +100,6 @@ class Writer:
         ids = {"token_ids": list(last.token_ids), "prompt_token_ids": list(self.prompts[0])}
         return {"path_attention": ids}
 
-    def name(self, token: int) -> str:
-        """A token as text, or as OpenAI writes one that is a part of a character."""
-        text = str(self.tokenizer.decode([token]))
-        if "�" not in text:
-            return text
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes(self.tokenizer, token))
-
 
 class ChatWriter(Writer):
     """`chat.completion`."""
@@ -141,19 +135,19 @@ class ChatWriter(Writer):
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
-        raw = list(token_bytes(self.tokenizer, token))
-        return {"token": self.name(token), "logprob": _finite(logprob), "bytes": raw}
+        name, raw = self.names.name(token), list(self.names.bytes(token))
+        return {"token": name, "logprob": _finite(logprob), "bytes": raw}
 
 
 class CompletionWriter(Writer):
-    """`text_completion`. `echo` are the prompts' texts, or None."""
+    """`text_completion`. `echo` is of each prompt, or None."""
 
     prefix, object_, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, *args: Any, echo: Sequence[str] | None, choices: int, **more: Any) -> None:
+    def __init__(self, *args: Any, echo: Sequence[Echo] | None, choices: int, **more: Any) -> None:
         super().__init__(*args, **more)
         self.echo, self.choices = echo, choices
-        self._offsets: dict[int, int] = {}  # of each choice's next token
+        self._told: Counter[int] = Counter()  # tokens of each choice whose log-probabilities were
 
     def choice(self, n: int, choice: Whole) -> dict[str, Any]:
         finish = None if choice.last is None else choice.last.finish
@@ -170,27 +164,33 @@ class CompletionWriter(Writer):
         return {"index": n, "text": piece.text, "logprobs": told, "finish_reason": piece.finish}
 
     def _opening(self, n: int) -> str:
-        return "" if self.echo is None else self.echo[n // self.choices]
+        return "" if self.echo is None else self.echo[n // self.choices].text
 
     def _logprobs(self, n: int, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not self.logprobs:
             return None
-        names = [self.name(entry.token) for entry in entries]
-        start, offsets = self._offsets.get(n, 0), []
-        for name in names:
-            offsets.append(start)
-            start += len(name)
-        self._offsets[n] = start
         tops: list[dict[str, float | None] | None] = []
         for entry in entries:
-            top = {self.name(token): _finite(logprob) for token, logprob in reversed(entry.top)}
+            # The token itself is among them, also where others are likelier.
+            pairs = (*entry.top, (entry.token, entry.logprob)) if entry.top else ()
+            top = {self.names.name(token): _finite(logprob) for token, logprob in reversed(pairs)}
             tops.append(None if entry.logprob is None else top)
         return {
-            "tokens": names,
+            "tokens": [self.names.name(entry.token) for entry in entries],
             "token_logprobs": [_finite(entry.logprob) for entry in entries],
             "top_logprobs": tops,
-            "text_offset": offsets,
+            "text_offset": self._offsets(n, entries),
         }
+
+    def _offsets(self, n: int, entries: Sequence[TokenLogprob]) -> list[int]:
+        """Where in choice n's text each token begins; the prompt's come first, if it is echoed."""
+        first = self._told[n]
+        self._told[n] += len(entries)
+        if self.echo is None:
+            return [entry.at for entry in entries]
+        text, known = self.echo[n // self.choices]
+        prompt = known[first : first + len(entries)]
+        return prompt + [len(text) + entry.at for entry in entries[len(prompt) :]]
 
 
 def _finite(logprob: float | None) -> float | None:

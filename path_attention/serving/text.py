@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _REPLACEMENT = "�"  # what a decoder makes of bytes that are no character yet
+_OPEN = 3  # so many of them, at a text's end, may be the beginning of one
+_MOST, _KEPT = 16, 8  # tokens that may wait for a character to be whole, and then go on waiting
 
 
 class TextStream:
@@ -21,7 +24,8 @@ class TextStream:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, stop
         self._ids: list[int] = []
-        self._from = self._read = 0  # tokens that give the context, and that were decoded
+        # Of `_ids`, the newest tokens: those of text that was whole, and characters taken.
+        self._read = self._shown = 0
         self._held = ""
         self.stopped, self.given = False, 0
 
@@ -43,11 +47,17 @@ class TextStream:
         if self.stopped:
             return ""
         # A token's text may depend on the one before it: decode both, and take what is new.
-        before = self._text(self._ids[self._from : self._read])
-        now = self._text(self._ids[self._from :])
-        if len(now) > len(before) and (final or not now.endswith(_REPLACEMENT)):
-            self._held += now[len(before) :]
-            self._from, self._read = self._read, len(self._ids)
+        now, known = self._text(self._ids), self._shown
+        if len(now) > known and (final or not now.endswith(_REPLACEMENT)):
+            known, kept = len(now), self._ids[self._read :]
+            self._read = len(kept)
+        elif len(self._ids) - self._read > _MOST:  # no character has so many tokens
+            known, kept = max(known, len(now) - _OPEN), self._ids[-_KEPT:]
+            self._read = 0
+        else:
+            return self._release(final)
+        self._held += now[self._shown : known]
+        self._ids, self._shown = kept, len(self._text(kept)) - (len(now) - known)
         return self._release(final)
 
     def _text(self, ids: list[int]) -> str:
@@ -76,15 +86,43 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
-def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
-    """The bytes that a token stands for; those of its text where its tokenizer isn't byte-level."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    piece = tokenizer.convert_ids_to_tokens(token)
-    if backend is not None and "ByteLevel" in str(backend.decoder) and isinstance(piece, str):
-        special = token in tokenizer.all_special_ids
-        if not special and all(character in _BYTES for character in piece):
+class Names:
+    """What the API calls each token, found out once."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = str(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", ""))
+        self._special = frozenset(tokenizer.all_special_ids)
+        self._bytes: dict[int, bytes] = {}
+        self._names: dict[int, str] = {}
+
+    def bytes(self, token: int) -> bytes:
+        """The bytes that a token stands for within a text; a special one's name."""
+        if token not in self._bytes:
+            self._bytes[token] = self._find(token)
+        return self._bytes[token]
+
+    def name(self, token: int) -> str:
+        """A token as text, or as OpenAI writes one that is a part of a character."""
+        if token not in self._names:
+            raw = self.bytes(token)
+            try:
+                self._names[token] = raw.decode()
+            except UnicodeDecodeError:
+                self._names[token] = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+        return self._names[token]
+
+    def _find(self, token: int) -> bytes:
+        piece = self._tokenizer.convert_ids_to_tokens(token)
+        if token in self._special or not isinstance(piece, str):
+            return str(self._tokenizer.decode([token])).encode()
+        if "ByteLevel" in self._decoder and all(character in _BYTES for character in piece):
             return bytes(_BYTES[character] for character in piece)
-    return str(tokenizer.decode([token])).encode()
+        if "ByteFallback" in self._decoder and re.fullmatch("<0x[0-9A-F]{2}>", piece):
+            return bytes.fromhex(piece[3:5])
+        # Behind itself: some decoders drop the blank that a text's first token begins with.
+        once, twice = (str(self._tokenizer.decode([token] * n)) for n in (1, 2))
+        return twice[len(once) :].encode()
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -195,10 +195,34 @@ def test_an_echo_scores_its_prompt(client, model, tokenizer, stream: bool) -> No
     logprobs = forward(model, every)[:-1]
     expected = logprobs.gather(1, torch.tensor(every[1:])[:, None])[:, 0].tolist()
     assert values[1:] == pytest.approx(expected, abs=1e-4)
-    best = logprobs.topk(2)[0].tolist()
-    assert [sorted(top.values()) for top in tops[1:]] == [
-        pytest.approx(sorted(row), abs=1e-4) for row in best
-    ]
+    best, at = logprobs.topk(2)
+    for top, row, ids_, own, token in zip(tops[1:], best, at, expected, every[1:], strict=True):
+        wanted = row.tolist() if token in ids_ else [*row.tolist(), own]  # the token itself too
+        assert sorted(top.values()) == pytest.approx(sorted(wanted), abs=1e-4)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("echo", [False, True])
+def test_offsets_are_where_tokens_begin(client, tokenizer, echo: bool, stream: bool) -> None:
+    """Of special tokens, which have no text, and of characters of several tokens too."""
+    bias = {str(tokenizer.convert_tokens_to_ids(t)): 9 for t in ("Ã", "©", "x")}  # é has two
+    told = client.completions.create(
+        model=NAME, prompt=["a→b", "ä"], max_tokens=30, seed=3, logprobs=0, echo=echo, n=2,
+        logit_bias=bias, stream=stream,
+    )  # fmt: skip
+    texts, names, offsets = (dict.fromkeys(range(4), x) for x in ("", [], []))
+    for choice in [c for chunk in (told if stream else [told]) for c in chunk.choices]:
+        texts[choice.index] += choice.text
+        if choice.logprobs is not None:
+            names[choice.index] = names[choice.index] + choice.logprobs.tokens
+            offsets[choice.index] = offsets[choice.index] + choice.logprobs.text_offset
+    if echo:
+        assert offsets[1][:6] == [0, 0, 1, 1, 1, 2] and offsets[2][:4] == [0, 0, 0, 1]
+    for n, text in texts.items():
+        assert offsets[n] == sorted(offsets[n]) and len(text) > 10
+        for name, at in zip(names[n], offsets[n], strict=True):
+            # Behind bytes that are no character it may be where those are.
+            assert name in ("<|end|>", text[at]) or name[:6] == "bytes:" or text[at] == "�"
 
 
 def test_an_echo_alone(client) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import copy
+from typing import Any
 
 import pytest
 import torch
 
-from path_attention.serving.request import Sampling
+from path_attention.serving.answer import Answer, Ticket
+from path_attention.serving.request import Request, Sampling, TokenLogprob
 from path_attention.serving.sampler import (
     draw,
     make_generator,
@@ -15,7 +16,7 @@ from path_attention.serving.sampler import (
     probabilities,
     token_logprobs,
 )
-from path_attention.serving.text import TextStream, token_bytes
+from path_attention.serving.text import Names, TextStream
 
 
 def by_definition(logits: torch.Tensor, s: Sampling) -> torch.Tensor:
@@ -102,6 +103,22 @@ def test_text_comes_whole_and_ends_before_a_stop(tokenizer, stop: tuple[str, ...
     assert stream.stopped == bool(ends)
 
 
+@pytest.mark.parametrize("stop", ["never", "🐈‍⬛ e"])
+def test_log_probabilities_say_where_their_text_begins(tokenizer, stop: str) -> None:
+    pieces: list[Any] = []
+    request = Request(prompt=[1], max_tokens=99, deliver=pieces.append, stop=(stop,), logprobs=0)
+    answer = Answer(Ticket(request, 0.0), 0, tokenizer, frozenset([0]))
+    for token in [*tokenizer(TEXT)["input_ids"], 0]:
+        if answer.finish is None:
+            answer.accept(token, TokenLogprob(token, -1.0))
+    text = TEXT.split(stop)[0]
+    assert "".join(piece.text for piece in pieces) == text and answer.finish == "stop"
+    told = [(x.token, x.at) for piece in pieces for x in piece.logprobs]
+    assert told == [
+        (token, at) for at, letter in enumerate(text) for token in tokenizer(letter)["input_ids"]
+    ]
+
+
 def test_broken_bytes_are_given_at_the_end(tokenizer) -> None:
     stream = TextStream(tokenizer)
     first, last = tokenizer("é")["input_ids"][-2:]
@@ -121,14 +138,56 @@ def test_spaces_between_words_stay() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<e>")
     stream = TextStream(tokenizer)
     assert [stream.push(token) for token in (0, 1, 2, 3, 0)] == ["the", " cat", "s", "", " the"]
-    assert token_bytes(tokenizer, 2) == b"s"
+    names = Names(tokenizer)
+    assert [names.bytes(n) for n in (0, 1, 2)] == [b" the", b" cat", b"s"]
+    assert [names.name(n) for n in (0, 2, 3)] == [" the", "s", "<e>"]
 
 
 def test_bytes_of_tokens(tokenizer) -> None:
+    names = Names(tokenizer)
     for byte in range(256):
         token = tokenizer.convert_tokens_to_ids(_character(byte))
-        assert token_bytes(tokenizer, token) == bytes([byte])
-    assert token_bytes(copy.deepcopy(tokenizer), 0) == b"<|end|>"
+        assert names.bytes(token) == bytes([byte])
+        expected = chr(byte) if byte < 128 else f"bytes:\\x{byte:02x}"
+        assert names.name(token) == names.name(token) == expected
+    assert names.bytes(0) == b"<|end|>"
+
+
+def make_fallback() -> Any:
+    """Pieces with blanks before them, and a token of each byte for what has no piece."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁cat": 256, "<e>": 257}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<e>")
+
+
+def test_bytes_that_stand_for_what_has_no_piece() -> None:
+    tokenizer = make_fallback()
+    names, stream = Names(tokenizer), TextStream(tokenizer)
+    assert (names.bytes(0xC3), names.name(0xC3)) == (b"\xc3", "bytes:\\xc3")
+    assert (names.bytes(256), names.name(0x41)) == (b" cat", "A")
+    ids = [256, *"→🐈".encode(), 256]
+    assert [stream.push(x) for x in ids] == [" cat", "", "", "→", "", "", "", "🐈", " cat"]
+
+
+def test_bytes_that_are_never_a_character_do_not_pile_up(tokenizer) -> None:
+    """Each is decoded a few times, and its text is given soon."""
+    half = tokenizer("é")["input_ids"][-1:]
+    stream, decoded = TextStream(tokenizer), []
+    decode = stream._text
+    stream._text = lambda ids: (decoded.append(len(ids)), decode(ids))[1]
+    text = "".join(stream.push(token) for token in half * 500)
+    assert 480 <= len(text) < 500 and max(decoded) < 40
+    assert text + stream.finish() == "�" * 500
+    ids = half * 41 + tokenizer("→")["input_ids"][-3:] + half * 2
+    stream = TextStream(tokenizer)
+    pieces = [*map(stream.push, ids), stream.finish()]
+    assert "".join(pieces) == tokenizer.decode(ids) == "�" * 41 + "→" + "�" * 2
 
 
 def _character(byte: int) -> str:
