@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from path_attention.serving.answer import Answer, Ticket, choose, describe
@@ -22,7 +22,7 @@ class GenerateEngine(Engine):
     """Serves a model that this library's caches know nothing of, through its own `generate`.
 
     No batching, no shared prefixes, no drafts: requests wait for one another. Tokens are chosen as
-    in `BatchedEngine`.
+    in `BatchedEngine`; of the model's generation settings those that choose tokens are dropped.
     """
 
     kind: ClassVar[str] = "generate"
@@ -31,6 +31,10 @@ class GenerateEngine(Engine):
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: Settings
     ) -> None:
         super().__init__(model, tokenizer, settings)
+        # Penalties and the like of the model's own would change what requests ask for.
+        own = model.generation_config
+        names = ("bos_token_id", "eos_token_id", "pad_token_id", "cache_implementation")
+        model.generation_config = GenerationConfig(**{x: getattr(own, x, None) for x in names})
         log.warning(
             "%s is none of this library's models: it is served through transformers' generate, "
             "one answer at a time, without shared prefixes",

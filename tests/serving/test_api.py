@@ -329,6 +329,7 @@ def test_any_other_model_is_served_through_generate(tokenizer) -> None:
         eos_token_id=None, pad_token_id=1, **sizes,
     )  # fmt: skip
     llama = LlamaForCausalLM(config).eval()
+    llama.generation_config.repetition_penalty = 5.0  # what requests didn't ask for
     engine = make_engine(llama, tokenizer, Settings())
     with (
         serve(engine) as address,
