@@ -39,6 +39,7 @@ from path_attention.conversion.teacher import (
     student_config,
 )
 from path_attention.models import PathAttentionConfig, model_folder
+from path_attention.results import write_whole
 from path_attention.training.corpus import TokenCorpus
 from path_attention.training.loop import Outcome, Resume, train
 from path_attention.training.mixture import CorpusMixture, pack_rows
@@ -211,8 +212,7 @@ def _settle(run: _Conversion) -> None:
                 "choose another folder"
             )
         return
-    run.out.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(settings, indent=1) + "\n")
+    write_whole(path, json.dumps(settings, indent=1) + "\n")
 
 
 def _write_start(run: _Conversion) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from path_attention.conversion.objectives import Trainable
 from path_attention.conversion.recipe import NO_SCORES, ConversionRecipe, StageRecipe
 from path_attention.training.recipe import CheckpointRecipe, LogRecipe
 
@@ -35,3 +36,16 @@ def small_conversion(corpora: Sequence[Path], **fields: Any) -> ConversionRecipe
         ),
     }
     return ConversionRecipe(**{**recipe, **fields})
+
+
+def divergence_alone(
+    corpora: Sequence[Path], trainable: Trainable = "all", **fields: Any
+) -> ConversionRecipe:
+    """The second of the three stages."""
+    recipe = small_conversion(corpora, **fields)
+    return dataclasses.replace(
+        recipe,
+        attention=dataclasses.replace(recipe.attention, tokens=0),
+        logits=dataclasses.replace(recipe.logits, trainable=trainable),
+        pretraining=dataclasses.replace(recipe.pretraining, tokens=0),
+    )

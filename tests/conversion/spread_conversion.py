@@ -7,7 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from small_conversion import small_conversion
+from small_conversion import divergence_alone, small_conversion
 
 from path_attention.conversion.pipeline import convert
 from path_attention.training.processes import start_processes
@@ -18,7 +18,7 @@ def main(pretrained: Path, out: Path, *corpora: Path) -> None:
     with start_processes("cpu") as processes:
         for parallel in ("ddp", "fsdp"):
             convert(pretrained, dataclasses.replace(base, parallel=parallel), out / parallel)
-        half = dataclasses.replace(base, parallel="fsdp", precision="bfloat16")
+        half = divergence_alone(corpora, precision="bfloat16", parallel="fsdp")
         half = dataclasses.replace(half, activation_checkpointing=True)
         convert(pretrained, half, out / "half")
         if processes.first:
@@ -28,13 +28,9 @@ def main(pretrained: Path, out: Path, *corpora: Path) -> None:
                 shutil.rmtree(out / "resumed" / "logits" / name)
         processes.wait()
         convert(pretrained, dataclasses.replace(base, parallel="fsdp"), out / "resumed")
-        lora = dataclasses.replace(base.logits, trainable="lora")
-        none = dataclasses.replace(base.pretraining, tokens=0)
-        lora = dataclasses.replace(base, logits=lora, pretraining=none)
         for parallel in ("ddp", "fsdp"):
-            convert(
-                pretrained, dataclasses.replace(lora, parallel=parallel), out / f"lora-{parallel}"
-            )
+            lora = divergence_alone(corpora, trainable="lora", parallel=parallel)
+            convert(pretrained, lora, out / f"lora-{parallel}")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -100,6 +101,22 @@ def test_only_what_a_stage_trains_changes(converted) -> None:
     start, after = (load_model(converted / n).state_dict() for n in ("start", "attention"))
     changed = {name for name in start if not torch.equal(start[name], after[name])}
     assert changed == {name for name in start if ".attention." in name}
+
+
+def test_a_kill_leaves_no_half_of_the_settings(pretrained, paths, tmp_path, monkeypatch) -> None:
+    whole = Path.write_text
+
+    def killed(path: Path, text: str, *args, **kwargs) -> int:
+        if "near_zero" not in text:
+            return whole(path, text, *args, **kwargs)
+        whole(path, text[: len(text) // 2], *args, **kwargs)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", killed)
+        with pytest.raises(KeyboardInterrupt):
+            convert(pretrained, small_conversion(paths), tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_it_goes_on_as_if_never_stopped(converted, pretrained, paths, tmp_path) -> None:

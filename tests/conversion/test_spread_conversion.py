@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_conversion import small_conversion
+from small_conversion import divergence_alone, small_conversion
 
 from path_attention.conversion.pipeline import convert
 from path_attention.models import load_model
@@ -53,12 +52,8 @@ def runs(pretrained, paths, tmp_path_factory) -> Path:
 def single(pretrained, paths, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("single")
     convert(pretrained, small_conversion(paths), out / "whole")
-    half = small_conversion(paths, precision="bfloat16")
-    convert(pretrained, half, out / "half")
-    recipe = small_conversion(paths)
-    lora = dataclasses.replace(recipe.logits, trainable="lora")
-    none = dataclasses.replace(recipe.pretraining, tokens=0)
-    convert(pretrained, dataclasses.replace(recipe, logits=lora, pretraining=none), out / "lora")
+    convert(pretrained, divergence_alone(paths, precision="bfloat16"), out / "half")
+    convert(pretrained, divergence_alone(paths, trainable="lora"), out / "lora")
     return out
 
 
