@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -69,7 +69,7 @@ class _Api:
             self.settings.model_name, self.prompts.names, [ids],
             logprobs=body.logprobs, token_ids=body.return_token_ids,
         )  # fmt: skip
-        limit = self._default_limit(len(ids)) if body.limit is None else body.limit
+        limit = body.limit or max(1, self.engine.most_output(len(ids), body.n))
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         return await self._answer(http, body, writer, limit, logprobs)
 
@@ -80,7 +80,8 @@ class _Api:
         ids = [await asyncio.to_thread(self.prompts.encode, prompt) for prompt in prompts]
         echo = None
         if body.echo:
-            self._check_tokens(ids)
+            for prompt in ids:  # before it is decoded
+                self.engine.check_prompt(prompt)
             pairs = zip(prompts, ids, strict=True)
             echo = [await asyncio.to_thread(self.prompts.echo, *pair) for pair in pairs]
         writer = CompletionWriter(
@@ -151,15 +152,6 @@ class _Api:
                 f"{self.settings.model_name!r}",
                 status=404, param="model", code="model_not_found",
             )  # fmt: skip
-
-    def _default_limit(self, prompt: int) -> int:
-        context, most = self.engine.context_length, self.settings.max_output_tokens
-        return most if context is None else max(1, min(most, context - prompt))
-
-    def _check_tokens(self, prompts: Sequence[Sequence[int]]) -> None:
-        """What the engine would refuse anyway, before it is decoded."""
-        for prompt in prompts:
-            self.engine.check_prompt(prompt)
 
 
 async def _collect(call: Call, writer: Writer) -> bytes:

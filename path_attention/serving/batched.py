@@ -115,6 +115,12 @@ class BatchedEngine(Engine):
                 param="max_tokens", code="context_length_exceeded",
             )  # fmt: skip
 
+    def most_output(self, prompt: int, choices: int) -> int:
+        base, each = (sum(costs) for costs in zip(*self._costs, strict=True))
+        fits = self.cache_bytes / choices - base - each * prompt
+        most = super().most_output(prompt, choices)
+        return min(most, int(fits // each)) if each else most
+
     def can_admit(self, ticket: Ticket) -> bool:
         requests = [*(t.request for t in self.running), ticket.request]
         rows = sum(request.choices for request in requests)

@@ -155,6 +155,11 @@ class Engine:
         """The most tokens that the model can see; None for no limit."""
         return None
 
+    def most_output(self, prompt: int, choices: int) -> int:
+        """The most tokens of each choice after a prompt of so many; below 1 if there are none."""
+        most, context = self.settings.max_output_tokens, self.context_length
+        return most if context is None else min(most, context - prompt)
+
     # --- On the engine's thread -------------------------------------------------------------------
 
     def step(self) -> None:

@@ -49,8 +49,9 @@ class Guards:
         open_ = scope["method"] in ("GET", "HEAD") and not path.startswith(("/v1", "/metrics"))
         if key is None or open_:
             return
-        given = headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode("latin-1"), key.encode()):
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        same = hmac.compare_digest(given.encode("latin-1"), key.encode())
+        if scheme.lower() != "bearer" or not same:
             raise Refused(
                 "the API key is missing or wrong", status=401, kind="authentication_error",
                 code="invalid_api_key",

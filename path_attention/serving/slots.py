@@ -163,6 +163,9 @@ class SlotEngine(BatchedEngine):
     def cost(self, request: Request) -> int:
         return 0  # every request that is within the limits fits into its rows
 
+    def most_output(self, prompt: int, choices: int) -> int:
+        return self.settings.max_output_tokens
+
     def can_admit(self, ticket: Ticket) -> bool:
         requests = [*(t.request for t in self.running), ticket.request]
         read = [len(p.ticket.request.prompt) for p in self._prompts] + [len(ticket.request.prompt)]

@@ -160,18 +160,31 @@ def test_limits(make) -> None:
         assert httpx.post(url, json=TEXT).status_code == 200
 
 
+def test_a_chat_that_says_no_limit_gets_what_fits(make) -> None:
+    engine = make(prefix_bytes=0)
+    base, each = engine._costs[0]
+    engine.cache_bytes = int(2 * (base + 100 * each))
+    with serve(engine) as address:
+        url = f"{address}/v1/chat/completions"
+        body = {**CHAT, "n": 2, "logit_bias": {"0": -100}}
+        usage = httpx.post(url, json=body, timeout=60).json()["usage"]
+        assert 98 <= usage["prompt_tokens"] + usage["completion_tokens"] / 2 <= 100
+        refused(httpx.post(url, json={**body, "max_tokens": 100}), 400, "max_tokens")
+
+
 def test_the_key(make) -> None:
     with serve(make(), api_key="sësame") as address:
         url = f"{address}/v1/models"
-        for headers in ({}, {"authorization": "Bearer no"}, {"authorization": "Basic x"}):
-            answer = httpx.get(url, headers=headers)
+        for given in ("", "Bearer no", "Bearer", "Basic sësame", "sësame", "Bearer sësame x"):
+            answer = httpx.get(url, headers={"authorization": given.encode()})
             error = refused(answer, 401)
             assert error["code"] == "invalid_api_key"
             assert answer.headers["www-authenticate"] == "Bearer"
         refused(httpx.post(f"{address}/v1/completions", json=TEXT), 401)
         refused(httpx.get(f"{address}/metrics"), 401)
-        key = "Bearer sësame".encode()
-        assert httpx.get(url, headers={"authorization": key}).status_code == 200
+        for scheme in ("Bearer", "bearer"):
+            key = f"{scheme} sësame".encode()
+            assert httpx.get(url, headers={"authorization": key}).status_code == 200
         assert httpx.get(f"{address}/health").status_code == 200
 
 
