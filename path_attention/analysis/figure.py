@@ -41,7 +41,9 @@ def draw_models(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
 
 def head_png(rows: Sequence[Row]) -> bytes:
     """One head's panels as a PNG."""
-    figure = Figure(figsize=(3.1 * _PANELS, 3.0), layout="constrained", dpi=90)
+    figure = Figure(figsize=(3.1 * _PANELS, 3.0), dpi=90)
+    # margins by hand: a layout that is found takes half of the time, for every head of a model
+    figure.subplots_adjust(left=0.045, right=0.99, bottom=0.16, top=0.91, wspace=0.3)
     draw_panels(figure.subplots(1, _PANELS), rows)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", metadata={"Software": None})

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from path_attention.analysis import analyze
+from path_attention.analysis import analyze, figure
 from path_attention.analysis.analyze import AnalyzeModel
 from path_attention.analysis.simulate import Simulate
 from path_attention.analysis.theory import uniform_angle_gap
@@ -94,6 +94,7 @@ def test_an_interrupted_run_goes_on(done: AnalyzeModel, tmp_path: Path, monkeypa
         read(*arguments)
 
     monkeypatch.setattr(analyze, "visit_layers", visit)
+    monkeypatch.setattr(figure, "draw_models", lambda *_: None)  # drawn in the test above
     with pytest.raises(KeyboardInterrupt):
         again.run()
     again.run()

@@ -185,7 +185,7 @@ def test_zero_shot_is_lm_evals_own(folder, data_dir, tmp_path, monkeypatch):
 
 def test_batch_piece_and_a_kill_change_nothing(folder, tmp_path, monkeypatch, capsys):
     words = [str(folder / "path"), str(folder / "llama"), "--background", str(folder / "text.txt")]
-    words += ["--lengths", "1200,1500", "--samples", "3", "--tasks", "qa1", "qa4"]
+    words += ["--lengths", "1200,1500", "--samples", "2", "--tasks", "qa1", "qa4"]
     first = evaluate("babilong", tmp_path / "a", *words, "--batch-size", "1")
     second = evaluate("babilong", tmp_path / "b", *words, "--batch-size", "16", "--piece", "64")
     assert first == second and len(first) == 8
@@ -200,7 +200,7 @@ def test_batch_piece_and_a_kill_change_nothing(folder, tmp_path, monkeypatch, ca
     whole, calls = language_model.greedy_answers, []
 
     def dies(model, prompts, *rest):
-        if len(calls) == 5:
+        if len(calls) == 3:  # in the first model's last task
             raise KeyboardInterrupt
         calls.append(len(prompts))
         return whole(model, prompts, *rest)
@@ -214,9 +214,9 @@ def test_batch_piece_and_a_kill_change_nothing(folder, tmp_path, monkeypatch, ca
         file.write('{"key": "cut off by a ki')
     done = calls[:]
     calls.clear()
-    calls.extend([0] * 6)  # past the one that dies
+    calls.extend([0] * 4)  # past the one that dies
     assert evaluate("babilong", tmp_path / "c", *words, "--batch-size", "2") == first
-    assert sum(done) + sum(calls) == 24  # nothing is asked twice
+    assert sum(done) + sum(calls) == 16  # nothing is asked twice
     assert texts(tmp_path / "c") == texts(tmp_path / "a")
     capsys.readouterr()
     torch.manual_seed(5)
