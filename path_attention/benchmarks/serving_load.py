@@ -264,6 +264,8 @@ def _ask_well(
     ids = told["path_attention"]["token_ids"]
     if told["path_attention"]["prompt_token_ids"] != case.prompt:
         raise RuntimeError("the answer is another request's")
+    if ids != case.answer and _first_other(case.answer, ids) is None:
+        raise RuntimeError(f"{len(ids)} tokens where alone there are {len(case.answer)}")
     tally.tokens += len(ids)
     tally.counts["equal" if ids == case.answer else "different"] += 1
     if ids != case.answer:
@@ -332,15 +334,19 @@ def _memory(device: torch.device) -> int | None:
         return None
 
 
+def _first_other(answer: Sequence[int], other: Sequence[int]) -> int | None:
+    """Where two answers differ first; None where one is the other's beginning."""
+    pairs = zip(answer, other, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), None)
+
+
 @torch.no_grad()
 def _largest_gap(model: Any, different: Sequence[tuple[Case, list[int]]]) -> float | None:
     """Of answers that differ: log p of the token alone less that of the other, the largest |·|."""
     gaps, wide = [], model.float()
     for case, ids in {(*x.prompt, -1, *ids): (x, ids) for x, ids in different}.values():
-        pairs = zip(case.answer, ids, strict=False)
-        at = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
-        if at is None:
-            return float("inf")  # one is the other's beginning: it was cut off
+        at = _first_other(case.answer, ids)
+        assert at is not None  # else it was lost
         seen = torch.tensor([case.prompt + ids[:at]], device=model.device)
         logprobs = wide(seen, use_cache=False).logits[0, -1].log_softmax(0)
         gaps.append(abs(float(logprobs[case.answer[at]] - logprobs[ids[at]])))
