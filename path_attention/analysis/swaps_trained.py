@@ -48,7 +48,7 @@ class AnalyzeSwapsTrained:
     """Optimizer steps of each run; over the first half training sequences grow to full length."""
     batch: int = 16
     """Sequences of a step."""
-    learning_rates: str = "0.001,0.003,0.01"
+    learning_rates: str = "0.003,0.01"
     """Peaks of AdamW's rate, with commas between: of each encoding the one with the fewest errors
     at the training length counts, a mean over seeds."""
     seeds: int = 3

@@ -53,7 +53,7 @@ def test_commands_parse(line: str) -> None:
 
 def test_figures_are_made_by_the_commands_that_stand_below_them() -> None:
     figures = re.findall(r"!\[[^\]]*\]\((\.\./results/[^)]*)\)\n\n((?:    .*\n)+)", TEXT)
-    assert len(figures) == 3
+    assert len(figures) == 4
     for file, block in figures:
         command = shlex.split(read_result((DOCS / file).with_suffix(".json"))["command"])
         made = shlex.split(re.sub(r"\\\n *", "", block).strip().splitlines()[-1])
