@@ -262,7 +262,9 @@ class BenchmarkConversion:
             "step_ms": float(f"{1e3 * seconds:.5g}"),
             "tokens_per_second": round(self.pass_tokens * self.passes / seconds, 1),
             "mfu": None if peak is None else round(steps.flops / seconds / peak, 4),
-            "peak_gib": None if steps.whole_mib is None else round(steps.whole_mib / 2**10, 2),
+            "peak_gib": None
+            if steps.whole_mib is None
+            else float(f"{steps.whole_mib / 2**10:.3g}"),
         }
 
 
@@ -302,8 +304,8 @@ def _objective(
 
 def _gib(estimate: Estimate) -> dict[str, float]:
     return {
-        "estimate_gib": round(estimate.total / 2**30, 2),
-        "estimate_states_gib": round(estimate.states / 2**30, 2),
+        "estimate_gib": float(f"{estimate.total / 2**30:.3g}"),
+        "estimate_states_gib": float(f"{estimate.states / 2**30:.3g}"),
     }
 
 
