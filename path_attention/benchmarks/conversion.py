@@ -262,9 +262,7 @@ class BenchmarkConversion:
             "step_ms": float(f"{1e3 * seconds:.5g}"),
             "tokens_per_second": round(self.pass_tokens * self.passes / seconds, 1),
             "mfu": None if peak is None else round(steps.flops / seconds / peak, 4),
-            "peak_gib": None
-            if steps.whole_mib is None
-            else float(f"{steps.whole_mib / 2**10:.3g}"),
+            "peak_gib": None if steps.whole_mib is None else _short(steps.whole_mib / 2**10),
         }
 
 
@@ -304,9 +302,13 @@ def _objective(
 
 def _gib(estimate: Estimate) -> dict[str, float]:
     return {
-        "estimate_gib": float(f"{estimate.total / 2**30:.3g}"),
-        "estimate_states_gib": float(f"{estimate.states / 2**30:.3g}"),
+        "estimate_gib": _short(estimate.total / 2**30),
+        "estimate_states_gib": _short(estimate.states / 2**30),
     }
+
+
+def _short(x: float) -> float:
+    return float(f"{x:.3g}")
 
 
 def _line(row: Mapping[str, Any]) -> str:

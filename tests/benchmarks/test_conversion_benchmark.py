@@ -40,7 +40,7 @@ def test_a_row_for_each_stage_and_what_it_trains(tmp_path: Path) -> None:
             PathAttentionConfig.from_preset("rope", **SHAPES["tiny"]), "path", direction_rank=32
         )
         told = estimate_memory(config, recipe, row["stage"], Processes(0, 1, CPU))
-        assert row["estimate_gib"] == round(told.total / 2**30, 2)
+        assert row["estimate_gib"] == pytest.approx(told.total / 2**30, rel=5e-3)
     assert (tmp_path / "c.png").stat().st_size > 1000
     assert result["command"].startswith("path-attention benchmark conversion --shapes tiny")
 
