@@ -16,7 +16,12 @@ import tyro
 from path_attention.analysis.capture import attention_layers, visit_layers
 from path_attention.analysis.measure import Probes, Totals, measure
 from path_attention.analysis.summary import Row, check_level, mean_rows, summary
-from path_attention.models.loading import load_model, load_tokenizer, model_folder
+from path_attention.models.loading import (
+    choose_device,
+    load_model,
+    load_tokenizer,
+    model_folder,
+)
 from path_attention.results import make_result, write_result
 from path_attention.training.corpus import TokenCorpus
 from path_attention.training.progress import progress_bar, say
@@ -77,9 +82,7 @@ class AnalyzeModel:
         check_level(self.level)
         if self.near is not None and self.near < 1:
             raise ValueError(f"near: expected at least 1, got {self.near}")
-        device = self.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = choose_device(self.device)
         rows: list[Row] = []
         with progress_bar() as bars:
             tasks: dict[str, Any] = {}

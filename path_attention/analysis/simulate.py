@@ -35,6 +35,7 @@ from path_attention.analysis.measure import Probes, measure
 from path_attention.analysis.routes import Routes
 from path_attention.analysis.summary import Row, mean_rows, summary
 from path_attention.analysis.theory import cap_tail, householder_gap, uniform_angle_gap
+from path_attention.models.loading import choose_device
 from path_attention.results import make_result, write_result
 
 _SEGMENT = 64  # of walks: short ones show the tails at many places
@@ -75,9 +76,7 @@ class Simulate:
     """Where the results go, without an ending."""
 
     def run(self) -> None:
-        device = self.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = choose_device(self.device)
         rows = self.measure(torch.device(device), lambda line: print(line, flush=True))
         result = make_result(
             what="Stylized attention under random transports, means over independent heads: rows "

@@ -15,6 +15,7 @@ from path_attention.analysis.construction import (
     right_answers,
     swap_tracker,
 )
+from path_attention.models.loading import choose_device
 from path_attention.results import make_result, write_result
 
 _PARTS = 20
@@ -45,9 +46,7 @@ class AnalyzeSwaps:
     """Where the results go, without an ending."""
 
     def run(self) -> None:
-        device = self.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = choose_device(self.device)
         rows = self.measure(torch.device(device), lambda line: print(line, flush=True))
         result = make_result(
             what="Share of right answers of one PaTH layer with hand-set weights that tracks five "

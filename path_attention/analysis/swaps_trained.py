@@ -20,6 +20,7 @@ from path_attention.analysis.construction import (
     swap_tracker,
 )
 from path_attention.analysis.swaps_task import TrackedSwaps
+from path_attention.models.loading import choose_device
 from path_attention.results import make_result, write_result
 from path_attention.tasks.engine import Engine
 from path_attention.tasks.measure import Counts, measure
@@ -63,9 +64,7 @@ class AnalyzeSwapsTrained:
     """Where the results go, without an ending."""
 
     def run(self) -> None:
-        device = self.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = choose_device(self.device)
         rows = self.measure(torch.device(device), lambda line: print(line, flush=True))
         result = make_result(
             what="Share of right answers to questions (which item is at a place) and claims (is it "

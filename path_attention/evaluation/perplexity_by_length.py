@@ -26,7 +26,12 @@ import tyro
 from torch import Tensor
 
 from path_attention.evaluation.windows import Corpus, Windows, check_lengths, choose_windows
-from path_attention.models.loading import load_model, load_tokenizer, model_folder
+from path_attention.models.loading import (
+    choose_device,
+    load_model,
+    load_tokenizer,
+    model_folder,
+)
 from path_attention.results import device_name, make_result, versions, write_result, write_whole
 
 if TYPE_CHECKING:
@@ -434,16 +439,3 @@ def check_tokenizer(label: str, folder: Path, corpus: Corpus, windows: Windows) 
             f"models: expected {label} to have the corpus's tokenizer ({len(ours)} tokens), got "
             f"another one ({len(theirs)} tokens); build the corpus with --tokenizer {folder}"
         )
-
-
-def choose_device(device: str) -> str:
-    """A device's name; "auto" takes a GPU where there is one. Raises ValueError naming it."""
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"device: expected one that is here, got {device!r} ({str(error).splitlines()[0]})"
-        ) from error
-    return device

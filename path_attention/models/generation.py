@@ -13,7 +13,7 @@ import torch
 import tyro
 
 from path_attention.models.cache import CACHE_NAME, cache_bytes
-from path_attention.models.loading import load_model, load_tokenizer
+from path_attention.models.loading import load_model_on, load_tokenizer
 from path_attention.models.modeling import PathAttentionForCausalLM
 from path_attention.models.prefix_store import PrefixStore
 
@@ -71,7 +71,7 @@ class Generate:
         disable_progress_bar()
         self._check()
         prompts = self._read_prompts()
-        model = self._load(self.model)
+        model = load_model_on(self.model, self.dtype, self.device)
         tokenizer = load_tokenizer(self.model, model)
         inputs = [encode_prompt(tokenizer, prompt).to(model.device) for prompt in prompts]
         options = self._options(tokenizer)
@@ -120,14 +120,8 @@ class Generate:
         if self.stop:
             options |= {"stop_strings": list(self.stop), "tokenizer": tokenizer}
         if self.draft is not None:
-            options["assistant_model"] = self._load(self.draft)
+            options["assistant_model"] = load_model_on(self.draft, self.dtype, self.device)
         return options
-
-    def _load(self, folder: Path) -> PreTrainedModel:
-        device = self.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        return load_model(folder, dtype=getattr(torch, self.dtype)).to(device)  # pyright: ignore[reportArgumentType]
 
     def _store(self, model: PreTrainedModel) -> PrefixStore:
         if not isinstance(model, PathAttentionForCausalLM):

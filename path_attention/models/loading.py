@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -20,6 +22,19 @@ def model_folder(path: str | Path) -> Path:
         if (folder / "config.json").is_file():
             return folder
     raise ValueError(f"model: expected a run's or a model's folder with config.json, got {path}")
+
+
+def choose_device(device: str) -> str:
+    """A device's name; "auto" takes a GPU where there is one. Raises ValueError naming it."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"device: expected one that is here, got {device!r} ({str(error).splitlines()[0]})"
+        ) from error
+    return device
 
 
 def load_model(path: str | Path, **kwargs: Any) -> PreTrainedModel:
@@ -47,6 +62,12 @@ def load_model(path: str | Path, **kwargs: Any) -> PreTrainedModel:
             f"model: expected every weight in {folder}, {len(missing)} lack, as {missing[0]}"
         )
     return model.eval()
+
+
+def load_model_on(path: str | Path, dtype: str, device: str) -> PreTrainedModel:
+    """`load_model` in a dtype ("float32", …), on a device of `choose_device`."""
+    device = choose_device(device)
+    return load_model(path, dtype=getattr(torch, dtype)).to(device)  # pyright: ignore[reportArgumentType]
 
 
 def load_tokenizer(

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
 import tyro
 
-from path_attention.models.loading import load_model, load_tokenizer
+from path_attention.models.loading import load_model_on, load_tokenizer
 from path_attention.models.modeling import PathAttentionForCausalLM
 from path_attention.serving.batched import BatchedEngine
 from path_attention.serving.engine import Engine
@@ -63,8 +62,9 @@ class Serve:
         settings, key = self.settings, os.environ.get(KEY)
         if settings.api_key is None and key:
             settings = replace(settings, api_key=key)
-        model = self._load(self.model)
-        draft = None if self.draft is None else self._load(self.draft)
+        model, draft = load_model_on(self.model, self.dtype, self.device), None
+        if self.draft is not None:
+            draft = load_model_on(self.draft, self.dtype, self.device)
         engine = make_engine(model, load_tokenizer(self.model, model), settings, draft)
         uvicorn.run(
             create_app(engine, settings),
@@ -74,12 +74,6 @@ class Serve:
             timeout_graceful_shutdown=30,
             server_header=False,
         )
-
-    def _load(self, folder: Path) -> PreTrainedModel:
-        device = self.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        return load_model(folder, dtype=getattr(torch, self.dtype)).to(device)  # pyright: ignore[reportArgumentType]
 
 
 def make_engine(

@@ -13,11 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import tyro
 
 from path_attention.evaluation.perplexity_by_length import (
-    choose_device,
     name_models,
     parse_lengths,
 )
-from path_attention.models.loading import load_model, load_tokenizer, model_folder
+from path_attention.models.loading import (
+    choose_device,
+    load_model,
+    load_tokenizer,
+    model_folder,
+)
 from path_attention.results import device_name, make_result, versions, write_result
 
 if TYPE_CHECKING:

@@ -12,12 +12,11 @@ import tyro
 
 from path_attention.evaluation.perplexity_by_length import (
     Partial,
-    choose_device,
     name_models,
     parse_lengths,
     perplexity_by_length,
 )
-from path_attention.models.loading import load_tokenizer, model_folder
+from path_attention.models.loading import choose_device, load_tokenizer, model_folder
 from path_attention.results import make_result, write_result
 
 if TYPE_CHECKING:

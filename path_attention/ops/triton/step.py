@@ -179,7 +179,9 @@ def _move(
     B, H, capacity, D = s.keys.shape
     DP, units = padded(D), capacity // s.unit
     movers = choose_movers(B * H, units, DP, q.device)
-    x = rows.parts.new_empty(B * H, movers, rows.count, DP)
+    x = rows.parts  # scratch of heads that are too wide for one tile
+    if DP > 128:
+        x = x.new_empty(B * H, movers, rows.count, DP)
     moved = s.keys.new_empty(B * H, units, 2, rows.count, DP)
     in_range = x.new_empty(B * H)
     exact = s.keys.dtype == torch.float32
