@@ -23,6 +23,7 @@ from path_attention.evaluation.generated.metrics import (
 )
 from path_attention.evaluation.generated.phonebook import phonebook_sample
 from path_attention.evaluation.generated.ruler import Question, ruler_sample
+from path_attention.evaluation.generated.sample import Sample, fill
 
 LETTERS = "bcdfghklmnprstvz"
 WORDS = [a + v + b for a in LETTERS for v in "aeiou" for b in LETTERS]
@@ -181,3 +182,34 @@ def test_a_background_must_have_sentences_and_words():
         ruler_sample("niah_single_2", 0, 900, count, Background(("It is so.",)))
     few = Background(("One.", "Two.", "Three."))
     assert few.draw(np.random.default_rng(0), 7)[3:6] == few.draw(np.random.default_rng(0), 3)
+
+
+@pytest.mark.parametrize("sizes", ["same", "mixed", "growing", "nothing at first"])
+def test_fill_takes_the_most_that_fits(sizes):
+    """Against trying every number, with as many texts counted as a straight line needs."""
+    rng = np.random.default_rng(0)
+    per_unit = {
+        "same": np.full(5000, 7),
+        "mixed": rng.integers(1, 60, 5000),
+        "growing": np.arange(5000) // 50,
+        "nothing at first": np.repeat([0, 9], [100, 4900]),
+    }[sizes]
+    ends = np.concatenate([[0], per_unit.cumsum()])
+    counted = []
+
+    def count_units(text: str) -> int:
+        counted.append(text)
+        return 20 + int(ends[len(text)])
+
+    for length in (30, 1000, 4096, 8191):
+        for most in (3, 400, 5000):
+            counted.clear()
+            found = fill(
+                lambda units, length=length: Sample("x" * units, "", ("y",), 10, length),
+                count_units,
+                least=0,
+                most=most,
+            )
+            fits = [units for units in range(most + 1) if 20 + ends[units] + 10 <= length]
+            assert len(found.prompt) == max(fits)
+            assert len(counted) <= (5 if sizes == "same" else 24)

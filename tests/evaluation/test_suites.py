@@ -247,6 +247,24 @@ def test_generated_suites_at_given_lengths(folder, tmp_path):
     assert json.loads(line)["prompt"].startswith("<user>A special magic number is hidden")
 
 
+def test_models_of_one_tokenizer_share_samples(folder, tmp_path, monkeypatch):
+    whole, calls = suites.phonebook_sample, []
+
+    def counts(*arguments):
+        calls.append(1)
+        return whole(*arguments)
+
+    monkeypatch.setattr(suites, "phonebook_sample", counts)
+    words = (str(folder / "path"), str(folder / "llama"), "--samples", "3", "--lengths", "300")
+    rows = evaluate("phonebook", tmp_path, *words)
+    assert len(rows) == 2 and len(calls) == 3
+    prompts = [
+        [json.loads(x)["prompt"] for x in (tmp_path / name / "phonebook.samples.jsonl").open()]
+        for name in ("path", "llama")
+    ]
+    assert prompts[0] == prompts[1] and len(prompts[0]) == 3
+
+
 def test_what_is_wrong_is_said_before_a_model_is_loaded(
     folder, data_dir, tmp_path, monkeypatch, capsys
 ):

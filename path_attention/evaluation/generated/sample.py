@@ -61,6 +61,9 @@ def fill(
 ) -> Sample:
     """The sample with the most units of filler whose prompt and answer fit into its length.
 
+    Where a unit takes about the same number of tokens anywhere, some three or four long texts are
+    counted: the next number tried is the one at which room ends on a straight line.
+
     Args:
         build: makes a sample with so many units; the same number gives the same sample.
         count_tokens: of a text.
@@ -74,22 +77,27 @@ def fill(
     'ab ab ab ab ab '
     """
 
-    def fits(units: int) -> bool:
+    def room(units: int) -> int:
         sample = build(units)
-        return count_tokens(sample.text) + sample.new_tokens <= sample.length
+        return sample.length - count_tokens(sample.text) - sample.new_tokens
 
-    if not fits(least):
+    left = room(least)
+    if left < 0:
         sample = build(least)
         raise ValueError(
-            f"lengths: expected room for {count_tokens(sample.text)} tokens of the shortest prompt "
-            f"and {sample.new_tokens} of an answer, got {sample.length}"
+            f"lengths: expected room for {sample.length - left - sample.new_tokens} tokens of the "
+            f"shortest prompt and {sample.new_tokens} of an answer, got {sample.length}"
         )
-    low, high = least, least + 1
-    while high <= most and fits(high):
-        low, high = high, min(2 * high, most + 1) if high < most else most + 1
+    low, high = least, most + 1  # fits; does not
+    per_unit, tried = 0.0, 0
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        guess = low + (int(left / per_unit) if per_unit > 0 else 8)
+        if tried % 4 == 3:  # units differ: halve what is left, once in a while
+            guess = (low + min(high, 2 * guess)) // 2
+        guess = min(max(guess, low + 1), high - 1)
+        found, tried = room(guess), tried + 1
+        per_unit = (left - found) / (guess - low)
+        low, left, high = (guess, found, high) if found >= 0 else (low, left, guess)
     return build(low)
 
 

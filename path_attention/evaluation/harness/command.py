@@ -23,6 +23,7 @@ from path_attention.models.loading import (
     model_folder,
 )
 from path_attention.results import device_name, make_result, versions, write_result
+from path_attention.training.tokenizer import tokenizer_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -110,16 +111,17 @@ class EvaluateAnySuite:
 
         suite = SUITES[self.suite]
         plans: dict[str, list[Planned]] = {}
+        made: dict[str, list[Planned]] = {}  # by tokenizer
         for label, folder in models.items():
             tokenizer = load_tokenizer(folder)
             if tokenizer.eos_token_id is None:  # pyright: ignore[reportAttributeAccessIssue]
                 raise ValueError(
                     f"models: expected a tokenizer with an end of text, {label} has none"
                 )
-            if plans and not suite.generated:
-                plans[label] = next(iter(plans.values()))
-            else:
-                plans[label] = suite.plan(self._sources(tokenizer))
+            place = _text_maker(label, tokenizer) if suite.generated else ""
+            if place not in made:
+                made[place] = suite.plan(self._sources(tokenizer))
+            plans[label] = made[place]
         return plans
 
     def _sources(self, tokenizer: PreTrainedTokenizerBase) -> Sources:
@@ -190,6 +192,11 @@ class EvaluateAnySuite:
             piece=self.piece,
             progress=lambda what, done, total: progress(f"{label}: {what}", done, total),
         )
+
+
+def _text_maker(label: str, tokenizer: Any) -> str:
+    """What made samples hang on: the tokenizer, or the model of one that has no such hash."""
+    return tokenizer_digest(tokenizer) if tokenizer.is_fast else label
 
 
 def _trained_at(folder: Path) -> int | None:

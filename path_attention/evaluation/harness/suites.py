@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -52,6 +54,7 @@ LONGBENCH_E = (
     *("multi_news_e", "trec_e", "triviaqa_e", "samsum_e", "lcc_e", "repobench-p_e"),
 )
 LONGBENCH_BORDERS = (0, 4000, 8000)  # words: its buckets start there
+_MOST_THREADS = 8
 _ESSAYS = "baber/paul_graham_essays"
 _BABILONG = "RMT-team/babilong"
 _SQUAD, _HOTPOT = "rajpurkar/squad_v2", ("hotpotqa/hotpot_qa", "distractor")
@@ -116,6 +119,12 @@ class Sources:
         if unknown:
             raise ValueError(f"tasks: expected of {known}, got {unknown}")
         return [task for task in known if not self.tasks or task in self.tasks]
+
+    def make(self, sample: Callable[[int], Sample]) -> list[Sample]:
+        """As many as asked for, each by its number; several at once, since tokenizers count text
+        outside of Python's lock."""
+        with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as threads:
+            return list(threads.map(sample, range(self.samples)))
 
 
 def sample_task(name: str, samples: Sequence[Sample], score: Score, until: Sequence[str]) -> Task:
@@ -187,10 +196,11 @@ def phonebook(sources: Sources) -> list[Planned]:
     """PhoneBook at each length."""
     planned = []
     for length in sources.lengths:
-        samples = [
-            phonebook_sample(sources.seed + n, length, sources.count_tokens)
-            for n in range(sources.samples)
-        ]
+        samples = sources.make(
+            lambda n, length=length: phonebook_sample(
+                sources.seed + n, length, sources.count_tokens
+            )
+        )
         task = sample_task(
             f"phonebook_{length}",
             samples,
@@ -204,15 +214,14 @@ def phonebook(sources: Sources) -> list[Planned]:
 def variable_assignment(sources: Sources) -> list[Planned]:
     """Variable assignment traces at each length."""
     planned = []
+    made = (assignment.assignment_sample, assignment.assignment_lesson)
     for length in sources.lengths:
         for name in sources.chosen(assignment.TASKS):
-            made = (assignment.assignment_sample, assignment.assignment_lesson)
-            samples = [
-                made[n % 2 if sources.lessons else 0](
+            samples = sources.make(
+                lambda n, name=name, length=length: made[n % 2 if sources.lessons else 0](
                     name, sources.seed + n, length, sources.count_tokens
                 )
-                for n in range(sources.samples)
-            ]
+            )
             task = sample_task(
                 f"variable_assignment_{name}_{length}",
                 samples,
@@ -235,12 +244,11 @@ def ruler_suite(sources: Sources) -> list[Planned]:
     for length in sources.lengths:
         for name in chosen:
             asked = questions.get(name, ())
-            samples = [
-                ruler.ruler_sample(
+            samples = sources.make(
+                lambda n, name=name, length=length, asked=asked: ruler.ruler_sample(
                     name, sources.seed + n, length, sources.count_tokens, background, asked
                 )
-                for n in range(sources.samples)
-            ]
+            )
             metric = contains_any if asked else contains_all
             task = sample_task(
                 f"{name}_{length}",
@@ -287,12 +295,11 @@ def babilong_suite(sources: Sources) -> list[Planned]:
         published = None if background else sources.load(_BABILONG, f"{length // 1024}k")
         for name in chosen:
             if background:
-                samples = [
-                    babilong.babilong_sample(
+                samples = sources.make(
+                    lambda n, name=name, length=length: babilong.babilong_sample(
                         name, sources.seed + n, length, sources.count_tokens, background
                     )
-                    for n in range(sources.samples)
-                ]
+                )
             else:
                 rows = list(rows_of(published or {}, name))[: sources.samples]
                 samples = [
