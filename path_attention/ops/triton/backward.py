@@ -13,7 +13,6 @@ import triton.language as tl
 
 from path_attention.ops.triton.primitives import (
     FLOAT32,
-    add_atomically,
     block_row,
     load_tile,
     node,
@@ -21,7 +20,7 @@ from path_attention.ops.triton.primitives import (
     stored_block,
 )
 
-_COUNTS = ["count", "queries", "keys", "nodes", "levels"]
+_COUNTS = ["count", "queries", "keys", "stored", "nodes", "levels"]
 
 
 @triton.jit(do_not_specialize=_COUNTS)
@@ -52,14 +51,15 @@ def delta_bwd_kernel(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def queries_bwd_kernel(
-    q_desc, q_part_desc, k_desc, v_desc, do_desc, p_desc, ql_ptr, kc_desc, range_ptr,
-    lse2_ptr, delta_ptr, dqt_ptr, dp_ptr, fixed_point, rows_ptr, blocks_ptr, sequences_ptr,
+    q_desc, k_desc, v_desc, do_desc, p_desc, ql_ptr, kc_desc, range_ptr,
+    lse2_ptr, delta_ptr, dqt_ptr, dqh_ptr, rows_ptr, blocks_ptr, sequences_ptr,
     count, queries, keys, nodes, levels,
-    G: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, PART: tl.constexpr, BN: tl.constexpr,
+    G: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr,
     STAGES: tl.constexpr, TRANSPORT: tl.constexpr, GATE: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of one block's queries at the start of its pair; of the left units' transitions.
+    """Gradient of one block's queries at the start of its pair.
 
+    What arrives at a level from those above it is kept in `dqh`, for the transition's gradient.
     Without transport no pair is apart, and it is the gradient at the block.
     """
     i_block = count - 1 - tl.program_id(0)
@@ -75,7 +75,6 @@ def queries_bwd_kernel(
     grad_scale = tl.load(range_ptr + 3)
     b_dq = tl.zeros([64, DP], tl.float32)
     b_rows = tl.zeros([64], tl.float32)
-    o_part = tl.arange(0, PART)
     first_level: tl.constexpr = 1 if TRANSPORT else 0
     for down in tl.range(0, levels - first_level, num_stages=1):
         level = levels - 1 - down
@@ -92,13 +91,8 @@ def queries_bwd_kernel(
                 if unit > 1:  # q' = q P_leftᵀ went on to a higher level
                     here = i_h * nodes + node(table, unit - 1, level)
                     b_dqx = b_dq.to(OPERAND)
-                    p_dp = (
-                        dp_ptr + here.to(tl.int64) * DP * DP + o_d[:, None] * DP + o_part[None, :]
-                    )
-                    for part in tl.range(0, DP, PART, num_stages=1):
-                        b_part = q_part_desc.load([at_q * 64, part])
-                        b_dp = tl.dot(tl.trans(b_dqx), b_part, input_precision=FLOAT32)
-                        add_atomically(p_dp + part, b_dp, fixed_point)
+                    p_dqh = dqh_ptr + at_q.to(tl.int64) * 64 * DP
+                    tl.store(p_dqh + o[:, None] * DP + o_d[None, :], b_dqx)
                     b_p = p_desc.load([here * DP, 0])
                     b_dq = tl.dot(b_dqx, b_p, input_precision=FLOAT32)
             else:
@@ -126,15 +120,16 @@ def queries_bwd_kernel(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def keys_bwd_kernel(
-    q_desc, k_desc, k_part_desc, v_desc, do_desc, p_desc, kc_ptr, range_ptr, lse_desc, delta_desc,
-    dkt_ptr, dv_ptr, dp_ptr, fixed_point, columns_ptr, blocks_ptr, sequences_ptr,
+    q_desc, k_desc, v_desc, do_desc, p_desc, kc_ptr, range_ptr, lse_desc, delta_desc,
+    dkt_ptr, dv_ptr, dkh_ptr, undo_ptr, columns_ptr, blocks_ptr, sequences_ptr,
     count, queries, keys, nodes, levels,
-    G: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, PART: tl.constexpr, BM: tl.constexpr,
+    G: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr,
     STAGES: tl.constexpr, TRANSPORT: tl.constexpr, GATE: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one block's keys at the end of its pair, of its values; of right transitions.
+    """Gradients of one block's keys at the end of its pair, and of its values.
 
-    Without transport no pair is apart, and it is the gradient at the block.
+    What arrives at a level from those above it is kept in `dkh`, scaled into range, with what
+    undoes that. Without transport no pair is apart, and it is the gradient at the block.
     `lse_desc` is lse in base 2 or, with gates, what `gates_fwd_kernel` makes of it for each level.
     """
     i_block, i_h = tl.program_id(0), tl.program_id(1)
@@ -145,7 +140,6 @@ def keys_bwd_kernel(
     grad_scale = tl.load(range_ptr + 3)
     b_dk = tl.zeros([64, DP], tl.float32)
     b_dv = tl.zeros([64, DVP], tl.float32)
-    o_part = tl.arange(0, PART)
     first_level: tl.constexpr = 1 if TRANSPORT else 0
     for down in tl.range(0, levels - first_level, num_stages=1):
         level = levels - 1 - down
@@ -161,15 +155,9 @@ def keys_bwd_kernel(
                     tile_scale = range_of(b_dk)
                     undo = 1 / tile_scale
                     b_dkx = (b_dk * tile_scale).to(OPERAND)
-                    p_dp = (
-                        dp_ptr + here.to(tl.int64) * DP * DP + o_part[None, :] * DP + o_d[:, None]
-                    )
-                    for part in tl.range(
-                        0, DP, PART, num_stages=1
-                    ):  # dPᵀ, a part of k's columns at once
-                        b_part = k_part_desc.load([(i_h * keys + at_k) * 64, part])
-                        b_dp = tl.dot(tl.trans(b_dkx), b_part, input_precision=FLOAT32)
-                        add_atomically(p_dp + part * DP, b_dp * undo, fixed_point)
+                    at = i_h.to(tl.int64) * keys + at_k
+                    tl.store(dkh_ptr + at * 64 * DP + o[:, None] * DP + o_d[None, :], b_dkx)
+                    tl.store(undo_ptr + at, undo)
                     b_p = p_desc.load([here * DP, 0])
                     b_dk = tl.dot(b_dkx, tl.trans(b_p), input_precision=FLOAT32) * undo
             else:
@@ -209,3 +197,38 @@ def keys_bwd_kernel(
     row = (i_h.to(tl.int64) * count + i_block) * 64
     tl.store(dkt_ptr + row * DP + o[:, None] * DP + o_d[None, :], b_dk)
     tl.store(dv_ptr + row * DVP + o[:, None] * DVP + o_v[None, :], b_dv)
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def transitions_bwd_kernel(
+    a_ptr, b_ptr, undo_ptr, dp_ptr, blocks_ptr, sequences_ptr, stored, nodes, levels,
+    G: tl.constexpr, DP: tl.constexpr, RIGHT: tl.constexpr,
+):  # fmt: skip
+    """Σ Aᵀ B over the rows that a unit's transition moved, for the units that end with one block.
+
+    A left unit's moved the queries of its right neighbour, q' = q Pᵀ: A = dq', B = q. A right
+    unit's moved the keys of its left one, k' = k P: A = k, B = dk'. A program is 64 rows of dP.
+    """
+    i_block, i_h, i_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    _, _, i, size, _, table = block_row(blocks_ptr, sequences_ptr, i_block, levels)
+    o, o_d = tl.arange(0, 64), tl.arange(0, DP)
+    o_a = o[:, None] * DP + i_tile * 64 + o[None, :]
+    o_b = o[:, None] * DP + o_d[None, :]
+    for level in tl.range(1, levels, num_stages=1):
+        unit = i >> level
+        if (((unit + 1) << level) == i + 1) & ((unit & 1) == RIGHT):
+            first = (unit ^ 1) << level
+            if RIGHT:
+                rows = tl.where(i + 1 < size, 1 << level, 0)
+            else:
+                rows = tl.where(unit > 0, tl.minimum(1 << level, size - first), 0)
+            b_dp = tl.zeros([64, DP], tl.float32)
+            for g in tl.range(0, G, num_stages=1):
+                at = (i_h * G + g).to(tl.int64) * stored + stored_block(table, first, level, RIGHT)
+                for row in tl.range(0, rows, num_stages=3):
+                    b_a = tl.load(a_ptr + (at + row) * 64 * DP + o_a)
+                    b_b = tl.load(b_ptr + (at + row) * 64 * DP + o_b)
+                    b_product = tl.dot(tl.trans(b_a), b_b, input_precision=FLOAT32)
+                    b_dp += b_product * tl.load(undo_ptr + at + row) if RIGHT else b_product
+            here = (i_h.to(tl.int64) * nodes + node(table, unit, level)) * DP * DP
+            tl.store(dp_ptr + here + i_tile * 64 * DP + o_b, b_dp)

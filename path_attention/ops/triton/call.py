@@ -109,14 +109,13 @@ def strides(*tensors: Tensor) -> list[int]:
     return [stride for x in tensors for stride in x.stride()[:2]]
 
 
-def public(x: Tensor, width: int, rows: int, columns: int | None = None) -> TensorDescriptor:
-    """Tiles [rows, columns] of [tokens, heads, D], each head padded to its width if need be."""
+def public(x: Tensor, width: int, rows: int) -> TensorDescriptor:
+    """Tiles of so many rows of [tokens, heads, D], each head padded to its width if need be."""
     tokens, heads, D = x.shape
     aligned = x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
     if width != D or x.stride(1) != width or not aligned:
         x = F.pad(x, (0, width - D)).contiguous()
-    shape = [tokens, heads * width]
-    return TensorDescriptor(x, shape, [x.stride(0), 1], [rows, columns or width])
+    return TensorDescriptor(x, [tokens, heads * width], [x.stride(0), 1], [rows, width])
 
 
 def vector(x: Tensor, rows: int) -> TensorDescriptor:
@@ -124,11 +123,8 @@ def vector(x: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x.view(-1), [x.numel()], [1], [rows])
 
 
-def stored(
-    x: Tensor | None, unmoved: Tensor, width: int, rows: int, columns: int | None = None
-) -> TensorDescriptor:
+def stored(x: Tensor | None, unmoved: Tensor, width: int, rows: int) -> TensorDescriptor:
     """Tiles of what a level stores, or of the public tensor where nothing is moved."""
     if x is None:
-        return public(unmoved, width, rows, columns)
-    shape = [x.numel() // width, width]
-    return TensorDescriptor(x, shape, [width, 1], [rows, columns or width])
+        return public(unmoved, width, rows)
+    return TensorDescriptor(x, [x.numel() // width, width], [width, 1], [rows, width])

@@ -16,24 +16,17 @@ from torch import Tensor
 
 from path_attention.ops.gradients import register_gradients
 from path_attention.ops.packing import Packing
-from path_attention.ops.triton.backward import (
-    delta_bwd_kernel,
-    keys_bwd_kernel,
-    queries_bwd_kernel,
-)
+from path_attention.ops.triton.backward import delta_bwd_kernel
 from path_attention.ops.triton.call import (
     Call,
     either,
     make_call,
-    public,
-    stored,
     strides,
     token_rows,
-    vector,
 )
-from path_attention.ops.triton.forward import meet_fwd_kernel
 from path_attention.ops.triton.gates import decay_bwd_kernel
 from path_attention.ops.triton.local import local_bwd_kernel, pair_local_bwd_kernel
+from path_attention.ops.triton.meet import Partial, Top, meet, meet_backward
 from path_attention.ops.triton.move import (
     CHUNK,
     Moved,
@@ -42,15 +35,10 @@ from path_attention.ops.triton.move import (
     place_blocks,
     room_to_keep,
     solve_blocks,
-    transition_tiles,
 )
 from path_attention.ops.triton.ranges import backward_ranges, forward_ranges
 from path_attention.ops.triton.tiles import MOST_REGISTERS
-from path_attention.ops.triton.transition import (
-    block_bwd_kernel,
-    pair_bwd_kernel,
-    tree_bwd_kernel,
-)
+from path_attention.ops.triton.transition import block_bwd_kernel, pair_bwd_kernel
 
 # Heads are computed in parts, so that what a part needs stays bounded: of at most so many query
 # rows (tokens × heads), and of no more work (rows × length × head size) than keeps a device busy
@@ -59,7 +47,6 @@ from path_attention.ops.triton.transition import (
 # peak of memory counts for more than the time.
 _ROWS_AT_ONCE = 2**19
 _WORK_AT_ONCE = 2**39
-_PART = 64  # columns of a transition's gradient that the main loops form at once
 
 
 def triton_attention(
@@ -78,10 +65,7 @@ def triton_attention(
     float16 operands (moved queries and keys are scaled into range by powers of two) and float32
     sums; for float32 inputs each is six bfloat16 products. `lse` comes in float32.
 
-    Results repeat bit for bit, but for the gradients of k, w and β: a transition's gradient is
-    summed by float32 atomics, so they differ by rounding from run to run. Under
-    `torch.use_deterministic_algorithms` it is summed in integers, and they repeat too, for twice
-    the memory of that sum.
+    Results and gradients repeat bit for bit: every sum has a fixed order.
     """
     lengths = None if packing is None else packing.host_lengths
     if scale < 0:  # the kernels take a maximum before they scale
@@ -142,15 +126,7 @@ def _attend(
     softmax = Softmax(c.empty(HQ, blocks, 64, t.DVP), m, l)
     moved = move(c, ranges, solve_blocks(c, ranges, kept, backward=False), softmax)
     out, lse = out.flatten(0, 1), lse.flatten(0, 1)
-    written_low = out if low is None else low.flatten(0, 1)
-    meet_fwd_kernel[(blocks, HQ)](
-        stored(moved.queries, c.q, t.DP, 64), stored(moved.keys, c.k, t.DP, t.forward_keys),
-        public(c.v, t.DVP, t.forward_keys), either(moved.query_gates, ranges),
-        vector(either(moved.key_gates, m), t.forward_keys), ranges, *softmax, out, written_low, lse,
-        *c.tables, blocks, c.grid.queries, c.grid.keys, c.grid.levels, *strides(out),
-        lse.stride(0), DP=t.DP, DV=t.DV, DVP=t.DVP, BN=t.forward_keys, STAGES=t.forward_stages,
-        num_warps=t.forward_warps, LOW=low is not None, **c.kinds,
-    )  # fmt: skip
+    meet(c, moved, ranges, softmax, out, None if low is None else low.flatten(0, 1), lse)
 
 
 class _Part(NamedTuple):
@@ -232,14 +208,14 @@ def _backward(
 
 
 def _attend_backward(
-    c: Call, ranges: Tensor, top: _Top, grads: _Gradients, kept: Tensor | None
+    c: Call, ranges: Tensor, top: Top, grads: _Gradients, kept: Tensor | None
 ) -> None:
     if kept is None:
         blocks = solve_blocks(c, ranges, None, backward=True)
     else:
         blocks = place_blocks(c, kept, backward=True)
     moved = move(c, ranges, blocks, lse=top.lse)
-    partial = _meet_backward(c, moved, ranges, top)
+    partial = meet_backward(c, moved, ranges, top)
     _blocks_backward(c, moved, ranges, top, partial, grads)
     if c.decay is not None:
         dlog_forget, grid = grads.log_forget.flatten(0, 1), c.grid
@@ -270,26 +246,7 @@ class _Gradients(NamedTuple):
     log_forget: Tensor
 
 
-class _Top(NamedTuple):
-    """What arrives from above: dO [B·T, HQ, DV]; δ and lse (base 2) [HQ, blocks, 64]."""
-
-    grad_out: Tensor
-    delta: Tensor
-    lse: Tensor
-
-
-class _Partial(NamedTuple):
-    """Gradients at the blocks' borders, before they go back through the blocks; float32, scaled."""
-
-    q: Tensor  # [HQ, blocks, 64, DP]
-    k: Tensor  # [H, blocks, 64, DP]
-    v: Tensor  # [H, blocks, 64, DVP]
-    transitions: Tensor  # [H, nodes, DP, DP]
-    rows: Tensor  # [HQ, blocks, 64] of the score gradients, with gates
-    columns: Tensor
-
-
-def _prepare_top(c: Call, ranges, out, low, lse, grad_lse, grad_out) -> _Top:
+def _prepare_top(c: Call, ranges, out, low, lse, grad_lse, grad_out) -> Top:
     HQ, blocks, t = c.H * c.G, c.grid.count, c.tiles
     delta, lse2 = c.empty(HQ, blocks, 64), c.empty(HQ, blocks, 64)
     out = token_rows(out)
@@ -299,64 +256,11 @@ def _prepare_top(c: Call, ranges, out, low, lse, grad_lse, grad_out) -> _Top:
         c.grid.levels, *strides(out, grad_out), lse.stride(1), DV=t.DV, DVP=t.DVP,
         LSE_GRADIENT=grad_lse is not None, LOW=low is not None, num_warps=4,
     )  # fmt: skip
-    return _Top(grad_out, delta, lse2)
-
-
-def _transition_sum() -> torch.dtype:
-    return torch.int64 if torch.are_deterministic_algorithms_enabled() else torch.float32
-
-
-def _meet_backward(c: Call, moved: Moved, ranges: Tensor, top: _Top) -> _Partial:
-    grid, t, H, HQ = c.grid, c.tiles, c.H, c.H * c.G
-    blocks, DP, DVP = grid.count, t.DP, t.DVP
-    p = c.k if moved.blocks is None else moved.blocks.transitions
-    gated = (HQ, blocks, 64) if t.gate else (1,)
-    partial = _Partial(
-        c.empty(HQ, blocks, 64, DP),
-        c.empty(H, blocks, 64, DP),
-        c.empty(H, blocks, 64, DVP),
-        torch.zeros_like(p, dtype=_transition_sum()) if t.transport else ranges,
-        c.empty(*gated),
-        c.empty(*gated).zero_(),
-    )
-    gates = either(moved.query_gates, ranges), either(moved.key_gates, ranges)
-    kinds = dict(DP=DP, DVP=DVP, PART=_PART, OPERAND=c.kernel_operand) | c.kinds
-    counts = (blocks, grid.queries, grid.keys, grid.nodes, grid.levels)
-    # Whatever T, |d𝒫| stays below 2¹³ times the number of query rows (score gradients, 2¹²).
-    fixed_point = 2.0 ** (49 - (grid.count * 64 * c.G - 1).bit_length())
-    transitions = transition_tiles(c, moved.blocks)
-    queries_bwd_kernel[(blocks, HQ)](
-        stored(moved.queries, c.q, DP, 64), stored(moved.queries, c.q, DP, 64, _PART),
-        stored(moved.keys, c.k, DP, t.backward_keys), public(c.v, DVP, t.backward_keys),
-        public(top.grad_out, DVP, 64), transitions, gates[0],
-        vector(either(moved.key_gates, top.lse), t.backward_keys), ranges, top.lse, top.delta,
-        partial.q, partial.transitions, fixed_point, partial.rows, *c.tables, *counts,
-        BN=t.backward_keys, STAGES=t.queries_stages, num_warps=t.queries_warps,
-        maxnreg=t.registers, **kinds,
-    )  # fmt: skip
-    lse, delta = (
-        vector(x, t.backward_queries) for x in (either(moved.query_gates, top.lse), top.delta)
-    )
-    keys_bwd_kernel[(blocks, H)](
-        stored(moved.queries, c.q, DP, t.backward_queries), stored(moved.keys, c.k, DP, 64),
-        stored(moved.keys, c.k, DP, 64, _PART), public(c.v, DVP, 64),
-        public(top.grad_out, DVP, t.backward_queries), transitions, gates[1], ranges, lse,
-        delta, partial.k, partial.v, partial.transitions, fixed_point, partial.columns,
-        *c.tables, *counts, BM=t.backward_queries, STAGES=t.keys_stages,
-        num_warps=t.keys_warps, maxnreg=t.registers, **kinds,
-    )  # fmt: skip
-    if partial.transitions.dtype == torch.int64:
-        partial = partial._replace(transitions=partial.transitions.float() / fixed_point)
-    for level in range(grid.levels - 1, 1, -1) if t.transport else ():
-        tree_bwd_kernel[(blocks, H, (DP // 64) ** 2)](
-            p, partial.transitions, *c.tables, grid.nodes, grid.levels, level, DP=DP, DC=64,
-            OPERAND=c.kernel_operand, num_warps=t.tree_warps,
-        )  # fmt: skip
-    return partial
+    return Top(grad_out, delta, lse2)
 
 
 def _blocks_backward(
-    c: Call, moved: Moved, ranges: Tensor, top: _Top, partial: _Partial, grads: _Gradients
+    c: Call, moved: Moved, ranges: Tensor, top: Top, partial: Partial, grads: _Gradients
 ) -> None:
     grid, t, H = c.grid, c.tiles, c.H
     blocks, DP = grid.count, t.DP

@@ -95,18 +95,6 @@ def reflect(b_x, b_a, b_b, OPERAND: tl.constexpr):
 
 
 @triton.jit
-def add_atomically(p, b_x, fixed_point):
-    """Add a float32 tile to memory that others add to: rounded sums, or exact ones of integers.
-
-    Integers count units of 1 / fixed_point; their sum does not depend on the order.
-    """
-    if p.dtype.element_ty == tl.int64:
-        tl.atomic_add(p, (b_x * fixed_point).to(tl.int64), sem="relaxed")
-    else:
-        tl.atomic_add(p, b_x, sem="relaxed")
-
-
-@triton.jit
 def range_of(x):
     """A power of two that brings a tile's largest entry to about 1, if 2^±100 can: 2^100 for 0.
 

@@ -28,7 +28,16 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from path_attention.ops.decode import DecodeState
-from path_attention.ops.triton import call, decode, move, operator, ranges, step, stick_breaking
+from path_attention.ops.triton import (
+    call,
+    decode,
+    meet,
+    move,
+    operator,
+    ranges,
+    step,
+    stick_breaking,
+)
 
 TYPES = {
     torch.bfloat16: "bf16",
@@ -119,6 +128,7 @@ def main() -> None:
     record(decode, seen)
     record(step, seen)
     record(move, seen)
+    record(meet, seen)
     record(operator, seen)
     record(ranges, seen)
     record(stick_breaking, seen)

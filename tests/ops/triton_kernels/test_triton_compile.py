@@ -22,8 +22,8 @@ STACK = {
         "block_fwd_kernel": 1600,
         "pair_fwd_kernel": 2600,
         "meet_fwd_kernel": 160,
-        "queries_bwd_kernel": 440,
-        "keys_bwd_kernel": 640,
+        "queries_bwd_kernel": 240,
+        "keys_bwd_kernel": 1000,
         "pair_bwd_kernel": 140,
         "pair_local_bwd_kernel": 32,
         "local_bwd_kernel": 32,
@@ -35,8 +35,8 @@ STACK = {
         "keys_fwd_kernel": 64,
         "queries_fwd_kernel": 120,
         "meet_fwd_kernel": 860,
-        "queries_bwd_kernel": 3300,
-        "keys_bwd_kernel": 2400,
+        "queries_bwd_kernel": 2700,
+        "keys_bwd_kernel": 2100,
         "local_bwd_kernel": 500,
         "block_bwd_kernel": 2250,
     },
@@ -44,7 +44,7 @@ STACK = {
         "block_fwd_kernel": 380,
         "pair_fwd_kernel": 440,
         "queries_fwd_kernel": 96,
-        "keys_bwd_kernel": 320,
+        "keys_bwd_kernel": 220,
         "pair_bwd_kernel": 480,
         "local_bwd_kernel": 96,
         "block_bwd_kernel": 600,
@@ -52,16 +52,14 @@ STACK = {
     (100, 64): {
         "block_fwd_kernel": 300,
         "pair_fwd_kernel": 64,
-        "queries_bwd_kernel": 64,
-        "keys_bwd_kernel": 200,
+        "keys_bwd_kernel": 80,
         "pair_bwd_kernel": 380,
         "block_bwd_kernel": 260,
     },
     (90, 128): {
         "block_fwd_kernel": 120,
         "queries_fwd_kernel": 96,
-        "queries_bwd_kernel": 120,
-        "keys_bwd_kernel": 360,
+        "keys_bwd_kernel": 260,
         "pair_bwd_kernel": 380,
         "pair_local_bwd_kernel": 260,
         "local_bwd_kernel": 440,
@@ -72,7 +70,13 @@ ALWAYS = {"delta_bwd_kernel", "forward_ranges_kernel", "backward_ranges_kernel"}
 ALWAYS |= {"queries_fwd_kernel", "meet_fwd_kernel", "queries_bwd_kernel", "keys_bwd_kernel"}
 ALWAYS |= {"local_bwd_kernel"}
 TRANSPORT = {"block_fwd_kernel", "pair_fwd_kernel", "tree_fwd_kernel", "keys_fwd_kernel"}
-TRANSPORT |= {"tree_bwd_kernel", "pair_bwd_kernel", "pair_local_bwd_kernel", "block_bwd_kernel"}
+TRANSPORT |= {
+    "transitions_bwd_kernel",
+    "tree_bwd_kernel",
+    "pair_bwd_kernel",
+    "pair_local_bwd_kernel",
+    "block_bwd_kernel",
+}
 GATE = {"decay_fwd_kernel", "gates_fwd_kernel", "decay_bwd_kernel"}
 
 
