@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,14 +11,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from matplotlib.figure import Figure
 
 from path_attention.evaluation.published import MODELS, PUBLISHED
+from path_attention.evaluation.suite_figure import draw_suite, png, scale
 from path_attention.results import read_result, write_whole
 
 Row = Mapping[str, Any]
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_MARKERS = "osD^vPX"
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem }
 table { border-collapse: collapse; margin: 1rem 0 }
@@ -83,9 +80,8 @@ def _suite(name: str, result: Mapping[str, Any], folder: Path, samples: int) -> 
         f"<h2 id={name}>{name}</h2>\n<p class=note>{escape(result['what'])}<br>{escape(about)}"
     ]
     parts.append(_table(name, rows))
-    figure = draw_by_length(name, rows)
-    if figure:
-        parts.append(f'<img alt="{name} by length" src="data:image/png;base64,{figure}">')
+    figure = base64.b64encode(png(draw_suite(name, rows))).decode()
+    parts.append(f'<img alt="{name}" src="data:image/png;base64,{figure}">')
     for model in dict.fromkeys(row["model"] for row in rows):
         parts += _drill_down(folder / model / f"{name}.samples.jsonl", model, samples)
     return "\n".join(parts)
@@ -114,11 +110,6 @@ def _key(row: Row) -> tuple[str, int | str | None, str]:
     return row["column"], row["length"], row["metric"]
 
 
-def scale(row: Row) -> int:
-    """100 for shares, which are shown in percent, else 1."""
-    return 1 if "perplexity" in row["metric"] or "bits" in row["metric"] else 100
-
-
 def _cell(row: Row) -> str:
     if row["score"] is None:
         return "not finite"
@@ -130,37 +121,6 @@ def _cell(row: Row) -> str:
     return (
         f'<span title="{row["documents"]} documents, to {row["longest"]} tokens{cut}">{text}</span>'
     )
-
-
-def draw_by_length(suite: str, rows: Sequence[Row]) -> str:
-    """A PNG in base64: means over tasks (or the one task) against tokens of context; or ""."""
-    rows = [row for row in rows if isinstance(row["length"], int) and row["score"] is not None]
-    means = [row for row in rows if row["metric"] == "mean"] or rows
-    if len({row["length"] for row in means}) < 2 or len({row["column"] for row in means}) > 1:
-        return ""
-    figure = Figure(figsize=(6.4, 4), layout="constrained", dpi=130)
-    axes = figure.subplots()
-    for n, model in enumerate(dict.fromkeys(row["model"] for row in means)):
-        mine = sorted((row for row in means if row["model"] == model), key=lambda r: r["length"])
-        at = [row["length"] for row in mine]
-        colour = _COLOURS[n % len(_COLOURS)]
-        axes.plot(
-            at,
-            [scale(row) * row["score"] for row in mine],
-            color=colour,
-            marker=_MARKERS[n % len(_MARKERS)],
-            label=model,
-        )
-        if all(row["low"] is not None for row in mine):
-            low, high = ([scale(row) * row[end] for row in mine] for end in ("low", "high"))
-            axes.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
-    axes.set_xticks(sorted({row["length"] for row in means}))
-    axes.set(xlabel="tokens of context", ylabel="score, %", title=f"{suite}: {means[0]['column']}")
-    axes.grid(color="0.9")
-    axes.legend(frameon=False)
-    file = io.BytesIO()
-    figure.savefig(file, format="png", metadata={"Software": None})
-    return base64.b64encode(file.getvalue()).decode()
 
 
 def _drill_down(path: Path, model: str, samples: int) -> Iterator[str]:

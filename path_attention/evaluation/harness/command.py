@@ -37,9 +37,9 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateAnySuite:
-    """Writes OUT/SUITE.json (rows with intervals), and for each model OUT/MODEL/SUITE.samples.jsonl
-    (every prompt, answer and score) and OUT/MODEL/answers.jsonl (by which an interrupted run goes
-    on where it was, with the same numbers).
+    """Writes OUT/SUITE.json (rows with intervals), OUT/SUITE.png, and for each model
+    OUT/MODEL/SUITE.samples.jsonl (every prompt, answer and score) and OUT/MODEL/answers.jsonl (by
+    which an interrupted run goes on where it was, with the same numbers).
     """
 
     suite: ClassVar[str]
@@ -79,6 +79,7 @@ class EvaluateAnySuite:
         from transformers.utils.logging import disable_progress_bar
 
         from path_attention.evaluation.harness.table import print_scores
+        from path_attention.evaluation.suite_figure import draw_suite, write_figure
         from path_attention.evaluation.table import show_progress
 
         disable_progress_bar()
@@ -98,8 +99,9 @@ class EvaluateAnySuite:
         )
         result["versions"]["lm-eval"] = importlib.metadata.version("lm-eval")
         write_result(self.out / f"{self.suite}.json", result)
+        write_figure(draw_suite(self.suite, rows), self.out / f"{self.suite}.png")
         print_scores(self.suite, rows)
-        print(f"wrote {self.out / self.suite}.json")
+        print(f"wrote {self.out / self.suite}.json and .png")
 
     def check(self) -> None:
         """Plan every task without a model. Raises ValueError on bad options or missing data."""
