@@ -95,7 +95,7 @@ def _curve(axes: Axes, rows: Sequence[Row], n: int, label: str) -> None:
         at,
         [scale(row) * row["score"] for row in rows],
         color=colour,
-        marker=_MARKERS[(n + n // 6) % len(_MARKERS)],
+        marker=_MARKERS[n % len(_MARKERS)],
         markersize=4,
         linewidth=2.4 if mean else 1.2,
         label=label,
