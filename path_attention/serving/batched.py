@@ -97,6 +97,7 @@ class BatchedEngine(Engine):
         self._prompts: list[Prompt] = []
         self._rows: list[Row] = []
         self._measured = 0.0
+        self.metrics.cache_limit.set_function(lambda: self.cache_bytes)
 
     # --- Coming and going -------------------------------------------------------------------------
 
@@ -132,6 +133,7 @@ class BatchedEngine(Engine):
         ids = torch.tensor([request.prompt[:-1]], device=self.model.device, dtype=torch.int64)
         cache = None
         if self.store is not None and not request.prompt_logprobs:
+            self.metrics.prefix_lookups.inc()
             cache = self.store.get(ids)
         if cache is not None:
             ticket.cached_tokens = cache.get_seq_length()
@@ -274,13 +276,17 @@ class BatchedEngine(Engine):
                 crop_cache(row.cache, len(ids))
             self.store.put(torch.tensor([ids]), row.cache)
 
-    def measure(self) -> None:
-        """Bytes of all caches, those shared with the store counted there too."""
-        self._measured = time.monotonic()
+    def _held(self) -> int:
+        """Bytes of the caches of prompts and rows."""
         holders = [*self._prompts, *self._rows]
         caches = [c for x in holders for c in (x.cache, x.draft) if c is not None]
         layers = [layer for cache in caches for layer in layer_caches(cache, len(cache.layers))]
-        self.metrics.cache_bytes.set(memory(layers))
+        return memory(layers)
+
+    def measure(self) -> None:
+        """Bytes of all caches, those shared with the store counted there too."""
+        self._measured = time.monotonic()
+        self.metrics.cache_bytes.set(self._held())
         self.metrics.prefix_bytes.set(0 if self.store is None else self.store.bytes)
 
 

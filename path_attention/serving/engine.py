@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from path_attention.serving.answer import Answer, Ticket
 from path_attention.serving.fair_queue import FairQueue
+from path_attention.serving.memory import give_back
 from path_attention.serving.metrics import Metrics
 from path_attention.serving.request import Refused, Request, TokenLogprob
 from path_attention.serving.settings import Settings
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 log = logging.getLogger("path_attention.serving")
+_REST = 2.0  # seconds without a request after which free memory goes back
 
 
 class Engine:
@@ -45,6 +47,7 @@ class Engine:
         self._changed = threading.Condition()
         self._stopping = False
         self._seconds = 1.0  # that a request takes, a running mean
+        self._rested = threading.Event()
         self._thread: threading.Thread | None = None
 
     # --- From any thread --------------------------------------------------------------------------
@@ -69,6 +72,10 @@ class Engine:
         thread.join()
         self._thread = None
 
+    def wait_for_rest(self, seconds: float) -> bool:
+        """Wait until it was idle for a while and free memory went back; False after so many."""
+        return self._rested.wait(seconds)
+
     @property
     def alive(self) -> bool:
         """Whether it takes requests."""
@@ -79,11 +86,12 @@ class Engine:
         self.check(request)
         with self._changed:
             if not self.alive:
+                self._count(None, "rejected")
                 raise self._closed()
             # One that can start at the next step does not wait.
             free = self.rows - sum(t.request.choices for t in self.running)
             if len(self._queue) >= self.settings.max_queue + max(0, free):
-                self.metrics.requests.labels("rejected").inc()
+                self._count(None, "rejected")
                 rounds = math.ceil((len(self._queue) + 1) / self.rows)
                 raise Refused(
                     f"{len(self._queue)} requests are waiting, which is the most; try again later",
@@ -92,14 +100,16 @@ class Engine:
                 )  # fmt: skip
             ticket = Ticket(request, time.monotonic() + self.settings.request_seconds)
             self._queue.push(ticket)
+            self._rested.clear()
             self.metrics.queued.set(len(self._queue))
             self._changed.notify()
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Nobody waits for it any more."""
+        """Nobody waits for it any more: it leaves the queue now, or what runs at the next step."""
         with self._changed:
             ticket.cancelled = True
+            self._sweep([ticket] if ticket in self._queue else [])
             self._changed.notify()
 
     def check_prompt(self, prompt: Sequence[int]) -> None:
@@ -190,7 +200,7 @@ class Engine:
             log.exception("the engine failed; requests that end with it: %d", len(tickets))
             with self._changed:
                 for ticket in [x for x in tickets if not x.done]:
-                    self.metrics.requests.labels("error").inc()
+                    self._count(ticket, "error")
                     ticket.refuse(_failure(type(error).__name__))
                     self._drop(ticket)
 
@@ -202,7 +212,8 @@ class Engine:
         finally:
             with self._changed:
                 self._stopping = True
-                for ticket in [*self.running, *self._queue]:
+                for ticket in [x for x in [*self.running, *self._queue] if not x.done]:
+                    self._count(ticket, "error")
                     ticket.refuse(_failure("it has stopped"))
                 self.running, self._queue = [], FairQueue()
                 self._tell_sizes()
@@ -210,19 +221,37 @@ class Engine:
     def _loop(self) -> None:
         while True:
             with self._changed:
-                if self._stopping:
-                    self._refuse_waiting()
-                self._sweep()
-                if not self.running and not len(self._queue):
-                    if self._stopping:
-                        return
+                self.mind_queue()
+                self._sweep(self.running)
+                idle = not self.running and not len(self._queue)
+                if idle and self._stopping:
+                    return
+                if idle and self._rested.is_set():
                     self._changed.wait()
                     continue
+                rest = idle and not self._changed.wait(_REST)
+            if rest:
+                self._rest()
+                continue
             self._admit_some()
             if self.running:
                 with self.blame(tuple(self.running)):
                     self.step()
                 self._retire()
+
+    def _rest(self) -> None:
+        """Nothing came for a while: give back what free memory is held."""
+        give_back()
+        with self._changed:
+            if not len(self._queue):
+                self._rested.set()
+
+    def mind_queue(self) -> None:
+        """Let go of those that wait in vain; a step that takes long calls it in between."""
+        with self._changed:
+            if self._stopping:
+                self._refuse_waiting()
+            self._sweep(self._queue)
 
     def gone(self, ticket: Ticket) -> bool:
         """Whether a request must not go on: cancelled, or out of time."""
@@ -231,6 +260,7 @@ class Engine:
     def _refuse_waiting(self) -> None:
         for ticket in list(self._queue):
             self._queue.remove(ticket)
+            self._count(ticket, "rejected")
             ticket.refuse(self._closed())
         self._tell_sizes()
 
@@ -238,10 +268,10 @@ class Engine:
         why = "the server is shutting down"
         return Refused(why, status=503, kind="server_error", retry_after=5)
 
-    def _sweep(self) -> None:
-        """Drop what nobody waits for and what took too long."""
-        for ticket in filter(self.gone, [*self._queue, *self.running]):
-            self.metrics.requests.labels("cancelled" if ticket.cancelled else "timeout").inc()
+    def _sweep(self, tickets: Iterable[Ticket]) -> None:
+        """Drop those of them that nobody waits for, or that took too long."""
+        for ticket in [x for x in tickets if self.gone(x)]:
+            self._count(ticket, "cancelled" if ticket.cancelled else "timeout")
             if not ticket.cancelled:
                 seconds = time.monotonic() - ticket.arrived
                 late = Refused(
@@ -273,6 +303,7 @@ class Engine:
                 self._queue.pop()
                 self.running.append(ticket)
                 ticket.started = time.monotonic()
+                self.metrics.queue_seconds.observe(ticket.started - ticket.arrived)
                 self._tell_sizes()
             with self.blame([ticket]):
                 ticket.answers = [
@@ -287,11 +318,18 @@ class Engine:
         for ticket in list(self.running):
             if not ticket.done and all(answer.finish for answer in ticket.answers):
                 ticket.done = True
-                self.metrics.requests.labels(ticket.outcome).inc()
+                self._count(ticket, ticket.outcome)
                 taken = time.monotonic() - (ticket.started or ticket.arrived)
                 self._seconds += 0.1 * (taken - self._seconds)
                 with self._changed:
                     self._drop(ticket)
+
+    def _count(self, ticket: Ticket | None, outcome: str) -> None:
+        """A request has ended; None: before it became one."""
+        self.metrics.requests.labels(outcome).inc()
+        if ticket is not None:
+            seconds = time.monotonic() - ticket.arrived
+            self.metrics.request_seconds.labels(outcome).observe(seconds)
 
     def _tell_sizes(self) -> None:
         self.metrics.queued.set(len(self._queue))
@@ -312,6 +350,7 @@ class Engine:
             if answer.finish is None:
                 answer.accept(token, logprob)
                 self.metrics.output_tokens.inc()
+                self.metrics.speed.add(1)
                 if taken is not None:
                     self.metrics.each_token.observe(taken)
         answer.last = now

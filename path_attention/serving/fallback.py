@@ -104,6 +104,7 @@ class _Follower(LogitsProcessor):
         return self.answer.finish is not None or self.engine.gone(self.answer.ticket)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.engine.mind_queue()  # the engine's loop is in this step for a whole answer
         (token,) = choose(scores, [self.answer])
         if token is None:
             raise FloatingPointError("logits: expected numbers, got others")

@@ -199,6 +199,11 @@ class SlotEngine(BatchedEngine):
     def _end(self, row: Row, seen: int) -> None:
         self._leave(row)
 
+    def _held(self) -> int:
+        """Of the rows that are taken, and of prompts' caches; free rows are held in vain."""
+        taken = self.slots.rows - len(self.slots.free)
+        return super()._held() + self.slots.bytes // self.slots.rows * taken
+
 
 def fits_slots(model: PathAttentionForCausalLM) -> bool:
     """Whether a model is on an NVIDIA GPU with kernels for it."""

@@ -81,6 +81,8 @@ def run(engine: SlotEngine) -> None:
     asked = [Asked(engine, prompt, 3) for prompt in prompts]
     left = Asked(engine, make_ids(7), 60)
     left.came.get(timeout=60)
+    most = engine.slots.bytes
+    wait_for(lambda: most // 2 <= gauge(engine, "cache_bytes") < 2 * most)  # of one row, or two
     engine.cancel(left.ticket)
     for prompt, one in zip(prompts, asked, strict=True):
         ids = one.ids()

@@ -1,0 +1,82 @@
+"""Memory that a server no longer needs goes back to the system, not only to its own heap."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from small_server import Asked, gauge, make_ids, wait_for
+
+from path_attention.serving import engine as engine_module
+from path_attention.serving.memory import give_back
+
+STATM = Path("/proc/self/statm")
+pytestmark = pytest.mark.skipif(not STATM.exists(), reason="nobody tells resident memory")
+
+
+def resident() -> int:
+    return 4096 * int(STATM.read_text().split()[1])
+
+
+def leave_holes(mebibytes: int) -> list[bytes]:
+    """Take so much in small pieces and drop all but a few, which keep the heap from shrinking."""
+    pieces = [bytes(60_000) for _ in range(mebibytes * 2**20 // 60_000)]
+    kept = pieces[::200]
+    del pieces
+    return kept
+
+
+def test_a_server_that_rests_gives_back_what_is_free(make, monkeypatch) -> None:
+    if not give_back():
+        pytest.skip("a C library that does so by itself")
+    monkeypatch.setattr(engine_module, "_REST", 0.2)
+    engine = make(prefix_bytes=0)
+    assert engine.wait_for_rest(20)
+    base = resident()
+    kept = leave_holes(200)
+    assert resident() - base > 150 * 2**20  # what was freed is still there
+    Asked(engine, make_ids(30), 5).wait()
+    assert not engine._rested.is_set()
+    assert engine.wait_for_rest(20)
+    assert resident() - base < 60 * 2**20
+    assert kept
+
+
+def test_it_rests_once_and_never_while_it_works(make, monkeypatch) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(engine_module, "_REST", 0.1)
+    engine = make(prefix_bytes=0)
+    monkeypatch.setattr(engine_module, "give_back", lambda: given.append(len(engine.running)))
+    assert engine.wait_for_rest(20)
+    given.clear()
+    Asked(engine, make_ids(3), 150).wait()
+    wait_for(lambda: bool(given))
+    time.sleep(0.5)
+    assert given == [0]
+
+
+def test_nothing_of_an_answer_outlives_it(make) -> None:
+    """Tickets, answers, caches and pieces: none is left behind, however requests end."""
+    import gc
+
+    from path_attention.models.cache import PathAttentionCacheLayer
+    from path_attention.serving.answer import Answer, Ticket
+
+    engine = make(max_rows=2, prefix_bytes=0, lookup_tokens=2)
+    kinds = (Ticket, Answer, PathAttentionCacheLayer)
+
+    def alive() -> int:
+        gc.collect()
+        return sum(type(x) in kinds for x in gc.get_objects())
+
+    before = alive()
+    for seed in range(3):
+        asked = [Asked(engine, make_ids(20, seed), 15, choices=1 + n % 2) for n in range(6)]
+        for one in asked[::3]:
+            engine.cancel(one.ticket)
+        for one in [x for x in asked if x not in asked[::3]]:
+            one.wait()
+        wait_for(lambda: not engine.running and not gauge(engine, "queue_length"))
+    del asked, one
+    assert alive() <= before
