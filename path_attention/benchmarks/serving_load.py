@@ -117,14 +117,17 @@ class BenchmarkServingLoad:
             self,
             "serving_load",
             what="Answers over HTTP that equal those of the same requests alone, requests that "
-            "were left, refused as they must be, or lost; bytes held after the last one; of an "
-            "answer that differs, the gap of log-probabilities at its first other token",
+            "were left, refused as they must be, or lost; bytes held after the last one; by how "
+            "much the process grew since before the first, kept prefixes included, right after "
+            "the last answer and once the engine has rested; of an answer that differs, the gap "
+            "of log-probabilities at its first other token",
             rows=[self.measure(device, say)],
             device=device,
             draw=_draw,
         )
         names = ("clients", "seconds", "equal", "different", "largest_gap", "left", "refused",
-                 "lost", "tokens_per_second", "cache_bytes_after")  # fmt: skip
+                 "lost", "tokens_per_second", "cache_bytes_after", "prefix_store_bytes_after",
+                 "memory_growth_rested_mib")  # fmt: skip
         print_rows(result, names)
 
     def measure(self, device: torch.device, report: Report) -> dict[str, Any]:
@@ -144,15 +147,18 @@ class BenchmarkServingLoad:
         report(f"{len(cases)} requests were answered alone")
         engine = make_engine(model, tokenizer, self._settings(self.prefix_bytes))
         with _server(engine) as port:
+            engine.wait_for_rest(60)
             held = _memory(device)
             tallies, seconds = self._ask(port, cases, report)
-            _wait_until_idle(engine)
+            busy = _memory(device)
+            engine.wait_for_rest(60)
             after = _memory(device)
             row = self._row(tallies, seconds, dtype, engine)
         row["largest_gap"] = _largest_gap(model, [x for one in tallies for x in one.different])
-        row["memory_growth_mib"] = None
-        if held is not None and after is not None:
-            row["memory_growth_mib"] = round((after - held) / 2**20, 1)
+        for name, value in (("busy", busy), ("rested", after)):
+            row[f"memory_growth_{name}_mib"] = None
+            if held is not None and value is not None:
+                row[f"memory_growth_{name}_mib"] = round((value - held) / 2**20, 1)
         return row
 
     def _settings(self, prefix_bytes: int) -> Settings:
@@ -298,12 +304,9 @@ def _ask_badly(connection: http.client.HTTPConnection, chance: random.Random, ta
 @contextmanager
 def _server(engine: Engine) -> Iterator[int]:
     """A server of an engine on a free port, which is yielded."""
-    import uvicorn
+    from path_attention.serving.server import make_server
 
-    from path_attention.serving.app import create_app
-
-    config = uvicorn.Config(create_app(engine, engine.settings), port=0, log_level="warning")
-    server = uvicorn.Server(config)
+    server = make_server(engine, engine.settings, port=0, log_level="warning")
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
@@ -315,12 +318,6 @@ def _server(engine: Engine) -> Iterator[int]:
     finally:
         server.should_exit = True
         thread.join()
-
-
-def _wait_until_idle(engine: Engine, seconds: float = 60.0) -> None:
-    until = time.monotonic() + seconds
-    while engine.running and time.monotonic() < until:
-        time.sleep(0.1)
 
 
 def _memory(device: torch.device) -> int | None:

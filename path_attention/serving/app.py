@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from path_attention.serving.call import Call
@@ -38,7 +39,15 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
         await asyncio.to_thread(engine.stop)
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(Guards, settings=settings)
+    app.add_middleware(Guards, settings=settings, metrics=engine.metrics)
+    if settings.cors_origins:  # around the guards: a page may read what they refuse
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=[_ENGINE, "Retry-After"],
+        )
     _handle_errors(app)
     api = _Api(engine, settings)
     app.post("/v1/chat/completions")(api.chat)
@@ -246,8 +255,9 @@ def _handle_errors(app: FastAPI) -> None:
         return error_response(error)
 
     async def plain(http: HttpRequest, error: Any) -> Response:
-        told = Refused(str(error.detail), status=error.status_code)
-        return error_response(told)
+        told = error_response(Refused(str(error.detail), status=error.status_code))
+        told.headers.update(error.headers or {})
+        return told
 
     async def failed(http: HttpRequest, error: Any) -> Response:
         kind = "server_error"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -13,7 +14,7 @@ import tyro
 from path_attention.models.loading import load_model_on, load_tokenizer
 from path_attention.models.modeling import PathAttentionForCausalLM
 from path_attention.serving.batched import BatchedEngine
-from path_attention.serving.engine import Engine
+from path_attention.serving.engine import Engine, log
 from path_attention.serving.fallback import GenerateEngine
 from path_attention.serving.settings import Settings
 from path_attention.serving.slots import SlotEngine, fits_slots
@@ -50,10 +51,9 @@ class Serve:
     settings: Annotated[Settings, tyro.conf.arg(name="")] = field(default_factory=Settings)
 
     def run(self) -> None:
-        import uvicorn
         from transformers.utils.logging import disable_progress_bar
 
-        from path_attention.serving.app import create_app
+        from path_attention.serving.server import is_loopback, make_server
 
         disable_progress_bar()
         logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
@@ -66,14 +66,10 @@ class Serve:
         if self.draft is not None:
             draft = load_model_on(self.draft, self.dtype, self.device)
         engine = make_engine(model, load_tokenizer(self.model, model), settings, draft)
-        uvicorn.run(
-            create_app(engine, settings),
-            host=self.host,
-            port=self.port,
-            log_level="info",
-            timeout_graceful_shutdown=30,
-            server_header=False,
-        )
+        if settings.api_key is None and not is_loopback(self.host):
+            log.warning("%s: whoever reaches this machine may ask; no key was set", self.host)
+        with suppress(KeyboardInterrupt):  # uvicorn ends in order, then raises it again
+            make_server(engine, settings, host=self.host, port=self.port).run()
 
 
 def make_engine(

@@ -1,16 +1,21 @@
-"""What stands before every route: the size of a body, its kind, and the key."""
+"""What stands before every route: names, sizes, times, the kind of a body, and the key."""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+import re
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from path_attention.serving.metrics import Metrics
 from path_attention.serving.request import Refused
 from path_attention.serving.settings import Settings
+
+_LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
 def error_response(error: Refused) -> JSONResponse:
@@ -22,27 +27,55 @@ def error_response(error: Refused) -> JSONResponse:
 
 
 class Guards:
-    """Reads bodies up to a limit, and lets no one past without the key.
+    """Reads bodies up to a limit and for a time, and lets no one past without the key.
 
     The key is asked for by every POST and by what lies under /v1 and /metrics. A POST must be JSON:
-    pages of other origins can't send that without being asked first.
+    pages of other origins can't send that without being asked first. The Host header must name this
+    server: a page whose own name was made to lead here, which to a browser is then of one origin
+    with it, is refused. Statuses of all responses are counted.
     """
 
-    def __init__(self, app: ASGIApp, settings: Settings) -> None:
-        self.app, self.settings = app, settings
+    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
+        self.app, self.settings, self.metrics = app, settings, metrics
+        self._hosts = {*_LOOPBACK, *(name.lower() for name in settings.allowed_hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.metrics.responses.labels(str(message["status"])).inc()
+            await send(message)
+
         try:
             headers = Headers(scope=scope)
+            self._check_head(scope)
+            self._check_host(headers)
             self._check_key(scope, headers)
-            body = await self._read(scope, headers, receive)
+            body = await self._read_in_time(scope, headers, receive)
         except Refused as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error)(scope, receive, counted)
             return
-        await self.app(scope, _replay(body, receive), send)
+        await self.app(scope, _replay(body, receive), counted)
+
+    def _check_head(self, scope: Scope) -> None:
+        """What came in one piece may be longer than the HTTP server reads of several."""
+        size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+        size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+        if size > self.settings.max_header_bytes:
+            told = f"path and headers have more than {self.settings.max_header_bytes} bytes"
+            raise Refused(told, status=431, code="headers_too_large")
+
+    def _check_host(self, headers: Headers) -> None:
+        given = headers.get("host", "")
+        name = re.sub(r":\d*$", "", given).lower().removesuffix(".")
+        if "*" not in self._hosts and name not in self._hosts:
+            raise Refused(
+                f"this server is not asked for as {given[:80]!r}; --allowed-hosts adds names",
+                status=403, kind="permission_error", code="host_not_allowed",
+            )  # fmt: skip
 
     def _check_key(self, scope: Scope, headers: Headers) -> None:
         key, path = self.settings.api_key, scope["path"]
@@ -57,6 +90,16 @@ class Guards:
                 code="invalid_api_key",
             )  # fmt: skip
 
+    async def _read_in_time(self, scope: Scope, headers: Headers, receive: Receive) -> bytes:
+        seconds = self.settings.client_seconds
+        try:
+            return await asyncio.wait_for(self._read(scope, headers, receive), seconds)
+        except asyncio.TimeoutError:  # in Python 3.10 a class of its own
+            raise Refused(
+                f"the body took more than {seconds:g} seconds",
+                status=408, kind="timeout_error", code="timeout",
+            ) from None  # fmt: skip
+
     async def _read(self, scope: Scope, headers: Headers, receive: Receive) -> bytes:
         if scope["method"] != "POST":
             return b""
@@ -67,8 +110,10 @@ class Guards:
         size = int(headers.get("content-length", "0"))  # digits: the HTTP server saw to that
         while more and max(size, len(body)) <= limit:
             message = await receive()
+            if message["type"] == "http.disconnect":
+                raise Refused("the client has left", status=499, kind="client_error")
             body += message.get("body", b"")
-            more = message.get("more_body", False)  # not after a disconnect either
+            more = message.get("more_body", False)
         if max(size, len(body)) > limit:
             told = f"the body has more than {limit} bytes"
             raise Refused(told, status=413, code="body_too_large")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 
 
@@ -16,6 +17,11 @@ class Settings:
     """What the API calls the model."""
     api_key: str | None = None
     """What clients must show; None lets everyone in."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names, without ports, that requests may have in their Host header, beside localhost,
+    127.0.0.1 and [::1]; * for any. None: any too, where the server listens beyond loopback."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins, such as https://example.org, whose pages may ask in a browser; * for any."""
     max_prompt_tokens: int = 32768
     """The longest prompt."""
     max_output_tokens: int = 4096
@@ -26,6 +32,13 @@ class Settings:
     """Requests that wait; one more is refused with 429."""
     max_body_bytes: int = 2**20
     """Of a request."""
+    max_header_bytes: int = 2**14
+    """Of a request's head: its path and all headers."""
+    max_connections: int = 512
+    """Open at once; one more is closed."""
+    client_seconds: float = 30.0
+    """In which a client must have sent a request's head, then its body; and in which it must have
+    read some of what waits for it."""
     request_seconds: float = 600.0
     """From a request's arrival to its last token."""
     cache_bytes: int = 0
@@ -46,6 +59,7 @@ class Settings:
         least: dict[str, float] = dict.fromkeys(
             ("max_queue", "cache_bytes", "prefix_bytes", "lookup_tokens", "graphs"), 0
         )
+        least["client_seconds"] = 0.1
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, (int, float)) and not value >= least.get(field.name, 1):
@@ -57,3 +71,9 @@ class Settings:
                 raise ValueError(f"{name}: expected at most 32, got {getattr(self, name)}")
         if self.api_key is not None and not self.api_key:
             raise ValueError("api_key: expected a text, got an empty one")
+        for name in self.allowed_hosts:
+            if name != "*" and not re.fullmatch(r"\[[0-9a-fA-F:.]+\]|[\w.-]+", name):
+                raise ValueError(f"allowed_hosts: expected names without ports, got {name!r}")
+        for origin in self.cors_origins:
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s*]+", origin):
+                raise ValueError(f"cors_origins: expected scheme://host[:port], got {origin!r}")

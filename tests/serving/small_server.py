@@ -97,13 +97,10 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
 @contextmanager
 def serve(engine: Engine, **settings: Any) -> Iterator[str]:
     """A real server of an engine on a free port; yields its address."""
-    import uvicorn
-
-    from path_attention.serving.app import create_app
+    from path_attention.serving.server import make_server
 
     engine.settings = settings = replace(engine.settings, **settings)
-    config = uvicorn.Config(create_app(engine, settings), port=0, log_level="warning")
-    server = uvicorn.Server(config)
+    server = make_server(engine, settings, port=0, log_level="warning")
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     wait_for(lambda: server.started)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+import time
 
 import httpx
 import openai
 import pytest
 import torch
-from small_server import gauge, make_ids, serve, wait_for
+from small_server import Asked, gauge, make_ids, serve, wait_for
 
 from path_attention.models.generation import encode_prompt
 from path_attention.serving.prompts import PLAIN_TEMPLATE
@@ -283,8 +285,55 @@ def test_models_health_and_metrics(client, server) -> None:
     text = httpx.get(f"{address}/metrics").text
     for name in ("requests_total", "queue_length", "prompt_tokens_total", "output_tokens_total",
                  "time_to_first_token_seconds_count", "time_per_output_token_seconds_sum",
-                 "cache_bytes", "prefix_hits_total"):  # fmt: skip
+                 "cache_bytes", "cache_limit_bytes", "prefix_lookups_total", "prefix_hits_total",
+                 "output_tokens_per_second", "queue_seconds_bucket", "http_responses_total",
+                 "request_seconds_bucket"):  # fmt: skip
         assert re.search(rf"^path_attention_{name}[ {{]", text, re.M), name
+    assert sys.platform != "linux" or re.search("^process_resident_memory_bytes [0-9]", text, re.M)
+
+
+def test_metrics_tell_what_happened(make) -> None:
+    """Of one answer, one that had to wait for it, one that is refused, and a kept prefix."""
+    engine = make(max_rows=1)
+    with serve(engine) as address:
+        url, body = f"{address}/v1/completions", {"model": NAME, "prompt": make_ids(300)}
+        began = time.monotonic()
+        first = Asked(engine, make_ids(3), 150)
+        wait_for(lambda: bool(engine.running))
+        assert httpx.post(url, json={**body, "max_tokens": 7, "temperature": 0}).status_code == 200
+        wait = time.monotonic() - began
+        assert len(first.ids()) == 150
+        httpx.post(url, json={**body, "max_tokens": 2, "temperature": 0})
+        assert httpx.post(url, json={**body, "n": 0}).status_code == 400
+        wait_for(lambda: not engine.running)
+    assert gauge(engine, "http_responses_total", status="200") == 2
+    assert gauge(engine, "http_responses_total", status="400") == 1
+    assert gauge(engine, "queue_seconds_count") == 3
+    assert 0 < gauge(engine, "queue_seconds_sum") < wait
+    assert gauge(engine, "time_to_first_token_seconds_count") == 3
+    assert gauge(engine, "request_seconds_count", outcome="length") == 3
+    assert gauge(engine, "request_seconds_sum", outcome="length") > gauge(
+        engine, "time_to_first_token_seconds_sum"
+    ) > gauge(engine, "queue_seconds_sum")  # fmt: skip
+    assert gauge(engine, "output_tokens_total") == 159
+    assert (gauge(engine, "prefix_lookups_total"), gauge(engine, "prefix_hits_total")) == (3, 1)
+    assert gauge(engine, "cache_limit_bytes") == engine.cache_bytes > 0
+
+
+def test_speed_is_that_of_the_last_seconds(monkeypatch) -> None:
+    from path_attention.serving.metrics import Speed
+
+    now, speed = 1000.2, Speed()
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    for _ in range(25):  # 8 a second, in pieces
+        speed.add(5)
+        speed.add(3)
+        now += 1
+    assert speed.value() == 8
+    now += 5
+    assert speed.value() == pytest.approx(8 * 5 / 10)
+    now += 6
+    assert speed.value() == 0
 
 
 def test_leaving_frees_the_cache(client, server) -> None:

@@ -31,8 +31,9 @@ def test_it_names_every_field_and_limit() -> None:
 
 
 def test_its_limits_are_the_settings() -> None:
-    rows = dict(re.findall(r"^\| `--([a-z-]+)` \| ([\d,]+)", TEXT, re.M))
-    for name, value in rows.items():
+    rows = re.findall(r"^\| `--([a-z-]+)` \| ([\d,]+)( [KM]iB)?", TEXT, re.M)
+    for name, value, unit in rows:
         default = getattr(Settings(), name.replace("-", "_"))
-        assert default == int(value.replace(",", "")) * (2**20 if "bytes" in name else 1), name
-    assert len(rows) >= 6
+        size = {"": 1, " KiB": 2**10, " MiB": 2**20}[unit]
+        assert default == int(value.replace(",", "")) * size, name
+    assert len(rows) >= 9

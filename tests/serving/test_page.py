@@ -22,6 +22,7 @@ from small_server import make_ids, make_model, make_tokenizer
 from path_attention.serving import page
 from path_attention.serving.guards import Guards
 from path_attention.serving.inspection import inspect_token
+from path_attention.serving.metrics import Metrics
 from path_attention.serving.page import page_router, spell
 from path_attention.serving.settings import Settings
 
@@ -206,7 +207,8 @@ def test_a_model_of_another_library_says_that_it_cannot_be_looked_into() -> None
 def test_only_who_has_the_key_may_look_inside(app) -> None:
     guarded = FastAPI()
     guarded.mount("/", app)
-    http = TestClient(Guards(guarded, Settings(api_key="secret")))
+    guards = Guards(guarded, Settings(api_key="secret"), Metrics())
+    http = TestClient(guards, base_url="http://127.0.0.1")
     assert http.get("/").status_code == 200
     for path in ("/inspect", "/inspect/spell", "/inspect/cut"):
         assert http.post(path, json={}).status_code == 401
