@@ -53,20 +53,23 @@ class Inspectable(Protocol):
     def tokenizer(self) -> Any: ...
 
 
+_Ids = Annotated[list[int], Field(fail_fast=True)]
+
+
 class _Inspect(Body):
-    token_ids: list[int]
+    token_ids: _Ids
     position: int
     layer: int
     top: int = Field(12, ge=1, le=100)
 
 
 class _Spell(Body):
-    token_ids: list[int]
+    token_ids: _Ids
     start: int = Field(0, ge=0)
 
 
 class _Cut(Body):
-    prompt: str | Annotated[list[Message], Field(min_length=1)]
+    prompt: str | Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     answer: str
 
 

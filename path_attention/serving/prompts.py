@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 from path_attention.models.generation import encode_prompt
@@ -27,7 +28,7 @@ class Echo(NamedTuple):
 
 
 class Prompts:
-    """A tokenizer for the API's thread, with a chat template.
+    """A tokenizer for the API's threads, one at a time, with a chat template.
 
     Attributes:
         has_template: whether the tokenizer brought one; else it is `PLAIN_TEMPLATE`.
@@ -37,6 +38,7 @@ class Prompts:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = copy.deepcopy(tokenizer)  # the engine's own is not for two threads
         self.names = Names(self.tokenizer)
+        self._turn = threading.Lock()
         self.has_template = tokenizer.chat_template is not None
         if not self.has_template:
             self.tokenizer.chat_template = PLAIN_TEMPLATE
@@ -46,7 +48,8 @@ class Prompts:
         if isinstance(prompt, list) and isinstance(prompt[0], int):
             return prompt  # pyright: ignore[reportReturnType]
         try:
-            return encode_prompt(self.tokenizer, prompt)[0].tolist()  # pyright: ignore
+            with self._turn:
+                return encode_prompt(self.tokenizer, prompt)[0].tolist()  # pyright: ignore
         except ValueError as error:
             raise Refused(str(error), param="prompt") from error
         except Exception as error:  # what a template raises about messages that it can't take
@@ -57,7 +60,9 @@ class Prompts:
     def echo(self, prompt: str | list[int], ids: list[int]) -> Echo:
         """A prompt's text, and where in it each of its tokens begins."""
         stream, offsets, text = TextStream(self.tokenizer), [], ""
-        for token in ids:
-            offsets.append(stream.length)
-            text += stream.push(token)
-        return Echo(prompt if isinstance(prompt, str) else text + stream.finish(), offsets)
+        with self._turn:
+            for token in ids:
+                offsets.append(stream.length)
+                text += stream.push(token)
+            text += stream.finish()
+        return Echo(prompt if isinstance(prompt, str) else text, offsets)

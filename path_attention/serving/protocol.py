@@ -12,11 +12,19 @@ from path_attention.serving.request import Refused, Sampling
 # Of OpenAI's API, and refused: an answer without them would not be what was asked for.
 UNSUPPORTED = (
     "audio", "best_of", "function_call", "functions", "metadata", "modalities",
-    "parallel_tool_calls", "prediction", "reasoning_effort", "response_format", "safety_identifier",
-    "service_tier", "store", "suffix", "tool_choice", "tools", "verbosity", "web_search_options",
+    "parallel_tool_calls", "prediction", "reasoning_effort", "response_format", "service_tier",
+    "store", "suffix", "tool_choice", "tools", "verbosity", "web_search_options",
 )  # fmt: skip
-_Text = Annotated[str, Field(min_length=1)]
-_Ids = Annotated[list[int], Field(min_length=1)]
+# Unless they ask for what is done anyway.
+_ANYWAY: dict[str, tuple[Any, ...]] = {
+    "modalities": (["text"],), "response_format": ({"type": "text"},), "store": (False,),
+    "service_tier": ("auto", "default"), "suffix": ("",), "tool_choice": ("none",),
+}  # fmt: skip
+_Text = Annotated[str, Field(min_length=1, max_length=1000)]
+# One error is told: lists of a hundred thousand wrong items must not take seconds to be refused.
+_Ids = Annotated[list[int], Field(min_length=1, fail_fast=True)]
+_T = TypeVar("_T")
+_Several = Annotated[list[_T], Field(min_length=1, max_length=128, fail_fast=True)]
 _B = TypeVar("_B", bound="Body")
 
 
@@ -39,7 +47,8 @@ class Options(Body):
     """What chats and completions have in common.
 
     Beyond OpenAI's: `top_k`, and `return_token_ids`, which adds `path_attention: {"token_ids": …,
-    "prompt_token_ids": …}` to an answer. `user` changes nothing about an answer.
+    "prompt_token_ids": …}` to an answer. `user`, `safety_identifier` and `prompt_cache_key`, which
+    say who asks, change nothing about an answer.
     """
 
     model: str
@@ -49,7 +58,9 @@ class Options(Body):
     )
     n: int = Field(1, ge=1, le=128)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
+    prompt_cache_key: str = ""
     return_token_ids: bool = False
+    safety_identifier: str = ""
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: _Text | Annotated[list[_Text], Field(max_length=4)] = Field(default_factory=list)
     stream: bool = False
@@ -106,7 +117,7 @@ class Message(Body):
     """A turn of a chat."""
 
     role: str
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
 
     def plain(self) -> dict[str, str]:
@@ -135,7 +146,7 @@ class Message(Body):
 class ChatBody(Options):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     logprobs: bool = False
     max_completion_tokens: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1)
@@ -159,7 +170,7 @@ class ChatBody(Options):
 class CompletionBody(Options):
     """`POST /v1/completions`."""
 
-    prompt: str | _Ids | Annotated[list[str] | list[_Ids], Field(min_length=1, max_length=128)]
+    prompt: str | _Ids | _Several[str] | _Several[_Ids]
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
     max_tokens: int = Field(16, ge=0)
@@ -192,13 +203,16 @@ def parse(kind: type[_B], body: bytes) -> _B:
         raise Refused("the body is not valid JSON", code="invalid_json") from None
     if not isinstance(told, dict):
         raise Refused("the body must be a JSON object", code="invalid_json")
+    anyway = [name for name, value in told.items() if value in _ANYWAY.get(name, ())]
+    if told.get("best_of", 0) == told.get("n", 1):
+        anyway.append("best_of")
     for name in told:
-        if name in UNSUPPORTED:
+        if name in UNSUPPORTED and name not in anyway:
             raise Refused(
                 f"{name}: not supported by this server", param=name, code="unsupported_parameter"
             )
     try:
-        options = kind.model_validate(told)
+        options = kind.model_validate({x: told[x] for x in told if x not in anyway})
     except ValidationError as error:
         raise _as_refused(error) from None
     options.check()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 
 import httpx
 import openai
 import pytest
 from small_server import Asked, make_ids, serve, wait_for
 
+from path_attention.serving.protocol import ChatBody, CompletionBody, parse
+from path_attention.serving.request import Refused
 from path_attention.serving.settings import Settings
 
 NAME = "path-attention"
@@ -34,6 +37,7 @@ def refused(answer: httpx.Response, status: int, param: str | None = None) -> di
         ("temperature", -0.1), ("temperature", 2.1), ("temperature", "hot"), ("top_p", 0),
         ("top_p", 1.1), ("top_k", -1), ("presence_penalty", 3), ("frequency_penalty", -2.1),
         ("seed", 1.5), ("stop", ["a"] * 5), ("stop", ""), ("stop", [""]), ("stop", 3),
+        ("stop", "x" * 1001),
         ("logit_bias", {"5": 101}), ("logit_bias", {"x": 1}), ("logit_bias", {"9" * 5000: 1}),
         ("top_logprobs", 3),
         ("logprobs", 3), ("stream", "yes"), ("stream_options", {"include_usage": True}),
@@ -87,6 +91,55 @@ def test_fields_that_are_not_served_are_named(server, name: str, code: str) -> N
 
 
 @pytest.mark.parametrize(
+    ("path", "field", "value", "wrong"),
+    [
+        ("chat/completions", "response_format", {"type": "text"}, {"type": "json_object"}),
+        ("chat/completions", "store", False, True),
+        ("chat/completions", "modalities", ["text"], ["text", "audio"]),
+        ("chat/completions", "tool_choice", "none", "auto"),
+        ("chat/completions", "service_tier", "auto", "flex"),
+        ("completions", "suffix", "", "}"),
+        ("completions", "best_of", 1, 2),
+        ("chat/completions", "safety_identifier", "someone", 3),
+        ("completions", "prompt_cache_key", "mine", 3),
+    ],
+)  # fmt: skip
+def test_fields_that_ask_for_what_is_done_anyway(server, path, field, value, wrong) -> None:
+    body = CHAT if path.startswith("chat") else TEXT
+    url = f"{server[0]}/v1/{path}"
+    answer = httpx.post(url, json={**body, "max_tokens": 1, field: value})
+    assert answer.status_code == 200, answer.text
+    refused(httpx.post(url, json={**body, "max_tokens": 1, field: wrong}), 400, field)
+
+
+def test_the_best_of_as_many(server) -> None:
+    url = f"{server[0]}/v1/completions"
+    answer = httpx.post(url, json={**TEXT, "max_tokens": 1, "n": 2, "best_of": 2})
+    assert answer.status_code == 200 and len(answer.json()["choices"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        (CompletionBody, {"prompt": [1.5] * 200_000}),
+        (CompletionBody, {"prompt": [[1.5] * 2000] * 100}),
+        (ChatBody, {"messages": [{}] * 250_000}),
+        (ChatBody, {"messages": [{"role": "user", "content": [{}] * 200_000}]}),
+    ],
+)
+def test_a_body_of_many_mistakes_is_refused_by_the_first(kind, wrong: dict) -> None:
+    """Bodies are read on the event loop: all errors of one took seconds, 20 times its reading."""
+    body = json.dumps({"model": NAME, **wrong}).encode()
+    began = time.process_time()
+    json.loads(body)
+    reading = time.process_time() - began
+    began = time.process_time()
+    with pytest.raises(Refused):
+        parse(kind, body)
+    assert time.process_time() - began < 20 * reading + 0.1
+
+
+@pytest.mark.parametrize(
     "body",
     [
         b"",
@@ -121,7 +174,9 @@ def test_other_kinds_of_bodies_and_paths(server) -> None:
     address = server[0]
     form = {"content-type": "text/plain"}
     refused(httpx.post(f"{address}/v1/completions", content=b"{}", headers=form), 415)
-    refused(httpx.get(f"{address}/v1/completions"), 405)
+    answer = httpx.get(f"{address}/v1/completions")
+    refused(answer, 405)
+    assert answer.headers["allow"] == "POST"
     for path in ("/v1/nothing", "/v1/models/../../etc/passwd", "/docs", "/openapi.json"):
         refused(httpx.get(f"{address}{path}"), 404)
 
