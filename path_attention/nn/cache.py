@@ -17,6 +17,7 @@ from path_attention.nn.cache_storage import Buffers, sums_behind
 from path_attention.nn.cache_units import SealedUnits
 from path_attention.nn.encoding import Chunk
 from path_attention.ops.decode import (
+    STEP,
     KeyGroup,
     Past,
     decode_attention,
@@ -26,6 +27,8 @@ from path_attention.ops.decode import (
 from path_attention.ops.linear import linear_attention
 from path_attention.ops.path import path_attention
 from path_attention.ops.transport import chunk_transport
+
+_MASK_AT_ONCE = 2**24  # elements of a mask that SDPA is given
 
 
 class LayerCache(SealedUnits):
@@ -99,6 +102,9 @@ class LayerCache(SealedUnits):
             gates = raw.get("log_forget")
             if self.seen:
                 past = self._past()
+                if past.tail is not None and q.shape[1] > STEP:
+                    # Products of float32 keys would take a long chunk several times the time.
+                    past = past._replace(tail=past.tail._replace(keys=past.tail.keys.to(k.dtype)))
                 if "w" in raw:
                     q, *moved = chunk_transport(q, k, raw["w"], raw["beta"])
                 elapsed = None if gates is None else gates.cumsum(1)
@@ -112,12 +118,12 @@ class LayerCache(SealedUnits):
     ) -> Tensor:
         """Append a chunk that nothing moves and attend all that was seen; as in `extend`.
 
-        One call of SDPA over all keys while they lie in one buffer, which a fork ends.
+        One call of SDPA over all keys while they lie in one buffer, which a fork ends, unless it
+        would want a large mask.
         """
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             self._begin("plain", k)
-            whole = len(self.groups) < 2 and (not self.seen or self.groups[0].has_room(k.shape[1]))
-            if whole and self.seen:
+            if self.seen and self._takes_one_call(q, chunk.valid):
                 self._advance(chunk, {"k": k, "v": v}, k)
                 out = self._attend_all(q, scale)
             elif self.seen:
@@ -198,6 +204,16 @@ class LayerCache(SealedUnits):
             self._advance(chunk, {name: x.detach() for name, x in raw.items()}, k)
         out = torch.cat(outs, 1)
         return out if first else constant(out, out.detach())
+
+    def _takes_one_call(self, q: Tensor, valid: Tensor | None) -> bool:
+        """Whether a chunk joins one buffer, and SDPA needs no mask for it all, or a small one."""
+        if len(self.groups) != 1 or not self.groups[0].has_room(q.shape[1]):
+            return False
+        padded = valid is not None or self.groups[0].read("valid") is not None
+        if q.shape[1] == 1 or (q.device.type == "cuda" and q.itemsize == 2 and not padded):
+            return True
+        rows = q.shape[0] if padded else 1
+        return rows * q.shape[1] * (self.seen + q.shape[1]) <= _MASK_AT_ONCE
 
     def _attend_all(self, q: Tensor, scale: float) -> Tensor:
         """Attend a single group, the chunk being its last tokens."""

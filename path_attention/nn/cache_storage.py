@@ -198,14 +198,27 @@ def last_records(values: Tensor, count: int, before: Tensor | None, valid: Tenso
     T = values.shape[1]
     if valid is None and count <= T:
         return values[:, T - count :].clone()
+    if valid is None and before is not None:
+        return torch.cat([before.to(values.dtype), values], 1)[:, T:]
+    end = torch.full((1,), T, device=values.device)
+    return records_at(values, count, before, valid, end)[:, 0]
+
+
+def records_at(
+    values: Tensor, count: int, before: Tensor | None, valid: Tensor | None, ends: Tensor
+) -> Tensor:
+    """As `last_records` of the first `ends` `[n]` values of each row, `[B, n, count, …]`."""
     if before is None:
         before = values.new_zeros(len(values), count, *values.shape[2:])
     every = torch.cat([before.to(values.dtype), values], 1)
+    reach = torch.arange(count, device=values.device)
     if valid is None:
-        return every[:, T:]
-    real = torch.cat([_ones(valid, count), valid], 1)
-    last = real.to(torch.int8).argsort(dim=1, stable=True)[:, T:]
-    return every[torch.arange(len(every), device=every.device)[:, None], last]
+        return every[:, ends[:, None] + reach]
+    real = torch.cat([_ones(valid, count), valid], 1).to(torch.int32)
+    at = real.argsort(dim=1, descending=True, stable=True)  # real ones, in their order
+    last = (real.cumsum(1)[:, ends + count - 1] - count)[..., None] + reach  # [B, n, count]
+    rows = torch.arange(len(every), device=every.device)
+    return every[rows[:, None, None], at.gather(1, last.flatten(1)).view_as(last)]
 
 
 def sums_behind(log_forget: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from path_attention.nn.cache_storage import (
     Storage,
     Tail,
     last_records,
+    records_at,
     sums_behind,
 )
 from path_attention.nn.encoding import Chunk
@@ -152,17 +153,12 @@ class SealedUnits:
     def _note_borders(self, joined: Buffers, units: int, k: Tensor) -> None:
         """Keep what the ends of the tail's first units need to start from."""
         valid = joined.get("valid")
+        ends = torch.arange(1, units + 1, device=k.device) * self.unit
         for name, count in self._counts.items():
-            values = joined[f"record.{name}"]
-            states = self._borders.get(name)
+            values, states = joined[f"record.{name}"], self._borders.get(name)
             last = None if states is None else states[:, -1]
-            found = [] if states is None else [states]
-            for n in range(units):
-                unit = slice(n * self.unit, (n + 1) * self.unit)
-                some = None if valid is None else valid[:, unit]
-                last = last_records(values[:, unit], count, last, some)
-                found.append(last[:, None])
-            self._borders[name] = torch.cat(found, 1)
+            found = records_at(values, count, last, valid, ends)
+            self._borders[name] = found if states is None else torch.cat([states, found], 1)
         real = [] if self._border_lengths is None else [self._border_lengths]
         last = real[0][:, -1:] if real else torch.zeros_like(k[:, :1, 0, 0], dtype=torch.int64)
         if valid is None:
@@ -260,6 +256,9 @@ class SealedUnits:
         nothing moves and no encoding reaches from chunk to chunk. Raises ValueError elsewhere.
         """
         self.check_crop(length)
+        self._take_back(length)
+
+    def _take_back(self, length: int) -> None:
         if length == 0:
             self.reset()
         elif length < self.sealed:
@@ -477,11 +476,12 @@ def identity(like: Tensor) -> Tensor:
 
 def products_behind(transitions: Tensor) -> tuple[Tensor, Tensor]:
     """Products P_{n+1} ⋯ P_last behind each of `[B, units, H, D, D]`, and P_first ⋯ P_last."""
-    behind, total = [], identity(transitions[:, 0])
-    for transition in reversed(transitions.unbind(1)):
-        behind.append(total)
-        total = transition @ total
-    return torch.stack(behind[::-1], 1), total
+    products, reach = transitions, 1  # of `reach` matrices each, or all that are left
+    while reach < transitions.shape[1]:
+        further = products[:, :-reach] @ products[:, reach:]
+        products, reach = torch.cat([further, products[:, -reach:]], 1), 2 * reach
+    unit = identity(products[:, :1])
+    return torch.cat([products[:, 1:], unit], 1), products[:, 0]
 
 
 def _carried(table: Tensor | None, groups: int, start: Tensor, total: Tensor) -> Tensor:

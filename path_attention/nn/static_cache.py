@@ -6,18 +6,35 @@ tensors, and from there on a chunk of up to `STEP` tokens is four launches and n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from path_attention.nn.cache import LayerCache, constant, named_inputs
-from path_attention.nn.cache_storage import Buffers, Tail, last_records, sums_behind
-from path_attention.nn.cache_units import identity, unit_length
+from path_attention.nn.cache_state import (
+    INPUTS,
+    past_of,
+    places,
+    read_tokens,
+    rebuild_tables,
+    set_matrices,
+    set_products,
+    tail_start,
+    write_tokens,
+)
+from path_attention.nn.cache_storage import Buffers, Tail, last_records, records_at
+from path_attention.nn.cache_units import unit_length
 from path_attention.nn.encoding import Chunk
-from path_attention.ops.decode import STEP, DecodeState, decode_step, triton_lacks
-from path_attention.ops.transport import chunk_transport
+from path_attention.ops.decode import (
+    STEP,
+    DecodeState,
+    Past,
+    decode_step,
+    record_step,
+    triton_lacks,
+)
 
 _Self = TypeVar("_Self", bound="StaticLayerCache")
 
@@ -26,8 +43,9 @@ class StaticLayerCache(LayerCache):
     """`LayerCache` with room for a number of tokens, allocated once.
 
     Until it has settled it is a `LayerCache`. It settles at the first chunk of up to `STEP` tokens,
-    or by `settle`; then it can be forked and reordered (by copying), and taken back only where
-    nothing moves or fades. Longer chunks go in by pieces. For softmax on NVIDIA GPUs.
+    or by `settle`. Then it is forked and reordered by copying, and taken back in place, so that a
+    graph of its step goes on; longer chunks go in as into any `LayerCache`. For softmax on NVIDIA
+    GPUs.
 
     Attributes:
         room: tokens, a multiple of the unit once it has settled.
@@ -45,6 +63,9 @@ class StaticLayerCache(LayerCache):
         """Forget everything, its tensors too."""
         self.state: DecodeState | None = None
         self._lengths: Tensor | None = None
+        self._history: Buffers = {}  # what the last tokens recorded, [B, ring, …]
+        self._factors = 1  # of a token's transport
+        self._kept_from = 0  # from this column on tokens are there as they came, if the ring is
         super().reset()
 
     @property
@@ -77,23 +98,22 @@ class StaticLayerCache(LayerCache):
         lacks = triton_lacks(q, v)
         if lacks is not None:
             raise ValueError(f"cache: expected {lacks} with a static cache")
-        if self.state is None and T > STEP:
+        if T > STEP:
             return super().attend(q, k, v, w, beta, log_forget, scale=scale, chunk=chunk)
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+            self._factors = 1 if w is None or w.dim() == 4 else w.shape[3]
             self.settle()
             if self.state is None:
                 self._begin("plain" if w is None and log_forget is None else "moved", k)
-                kinds = {"moves": w is not None, "fades": log_forget is not None}
-                self._allocate(DecodeState.make(k, v, q.shape[2], self.room, self.unit, **kinds))
+                self._allocate(self._make(k, v, q.shape[2], w is not None, log_forget is not None))
             named = named_inputs(k, v, w, beta, log_forget, chunk.valid)
             state = self._hide(chunk.valid)
-            outs = []
-            for at in range(0, T, STEP):
-                part: Any = [_cut(x, at) for x in (q, *_in_order(named))]
-                outs.append(decode_step(state, *part, valid=_cut(chunk.valid, at), scale=scale))
-            self._remember(chunk)
-            self.seen += T
-        return constant(q, outs[0] if len(outs) == 1 else torch.cat(outs, 1))
+            out = decode_step(state, q, *_in_order(named), valid=chunk.valid, scale=scale)
+            for name, (values, count) in chunk.records.items():
+                held = self._held(name, values, count)
+                record_step(state, values, *held, valid=chunk.valid)
+            self._count(k.shape[1], chunk.valid)
+        return constant(q, out)
 
     def settle(self) -> None:
         """Move what was seen into the fixed tensors; nothing happens if it has, or is empty."""
@@ -104,16 +124,66 @@ class StaticLayerCache(LayerCache):
         with torch.no_grad():
             state, done = self._settle_groups()
             if self.kind == "moved":
-                _settle_tail(state, self.tail, done)
+                write_tokens(
+                    state, {n: self.tail[n] for n in self.tail.names() if n in INPUTS}, done
+                )
             state.seen.fill_(self.seen)
+            lengths, self._kept_from = self._lengths, self.sealed
+            self._allocate(state)
+            self._settle_records()
         self.groups, self.tail = [], Tail()
         self._after = self._fade = self._transition = self._border_lengths = None
-        self._borders, self._stale = {}, False
-        self.before = {name: x.clone() for name, x in self.before.items()}
-        lengths = self._lengths
-        self._allocate(state)
+        self._stale = False
         if state.valid is not None:
             self._lengths = None if lengths is None else lengths.clone()
+
+    def _settle_records(self) -> None:
+        """Records of the tail and at borders into tensors of one size."""
+        before, borders, start = self.before, self._borders, self.sealed
+        self.before, self._borders = {}, {}
+        for name, count in self._counts.items():
+            values = self.tail.get(f"record.{name}")
+            like = before[name] if values is None else values
+            kept, _, at_borders = self._held(name, like, count)
+            kept.copy_(before[name])
+            if name in borders:
+                at_borders[:, : borders[name].shape[1]] = borders[name]
+            if values is not None:
+                self._write_history(name, values, start, start, self.tail.get("valid"))
+
+    def _held(self, name: str, like: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What is kept of a record of values like `[B, T, …]`: before, history, borders."""
+        state = self._settled
+        if name not in self._history:
+            B, rest = like.shape[0], like.shape[2:]
+            self._counts[name] = count
+            self.before[name] = like.new_zeros(B, count, *rest)
+            self._history[name] = like.new_zeros(B, state.ring_size, *rest)
+            self._borders[name] = like.new_zeros(B, state.units, count, *rest)
+        return self.before[name], self._history[name], self._borders[name]
+
+    def _write_history(
+        self, name: str, values: Tensor, start: int, new: int, valid: Tensor | None
+    ) -> None:
+        """Lay the records of all columns from `start` on, a border, of which `new` is the first
+        that came now, into their places, and what they leave at borders."""
+        state, history, borders = self._settled, self._history[name], self._borders[name]
+        first, n = start // self.unit, values.shape[1]
+        last = borders[:, first - 1] if first else None
+        ends = self.unit * torch.arange(1, n // self.unit + 1, device=values.device)
+        at_ends = records_at(values, self._counts[name], last, valid, ends)
+        borders[:, first : first + len(ends)] = at_ends
+        new = max(new, start + n - state.ring_size)
+        history[:, places(state, new, start + n)] = values[:, new - start :].to(history.dtype)
+
+    @property
+    def _settled(self) -> DecodeState:
+        assert self.state is not None
+        return self.state
+
+    def _make(self, k: Tensor, v: Tensor, heads: int, moves: bool, fades: bool) -> DecodeState:
+        unit, n = self.unit or unit_length(k.shape[3]), self._factors
+        return DecodeState.make(k, v, heads, self.room, unit, moves=moves, fades=fades, factors=n)
 
     def _allocate(self, state: DecodeState) -> None:
         self.state, self._lengths = state, None
@@ -131,9 +201,9 @@ class StaticLayerCache(LayerCache):
             moves = "transition" in self.groups[0].storage.units
         decay = stored[0].get("decay", gates)
         heads = k.shape[2] if decay is None else decay.shape[2]
-        unit = self.unit or unit_length(k.shape[3])
-        kinds = {"moves": moves, "fades": decay is not None}
-        state = DecodeState.make(k, v, heads, self.room, unit, **kinds)
+        if (w := self.tail.get("w")) is not None:
+            self._factors = 1 if w.dim() == 4 else w.shape[3]
+        state = self._make(k, v, heads, moves, decay is not None)
         if any("valid" in tokens for tokens in stored) or "valid" in self.tail.buffers:
             state = state._replace(valid=_all_valid(state))
         at = 0
@@ -148,7 +218,7 @@ class StaticLayerCache(LayerCache):
             if valid is not None and state.valid is not None:
                 state.valid[:, at:stop] = valid
             if self.kind == "moved":
-                self._settle_tables(state, n, slice(at // unit, stop // unit))
+                self._settle_tables(state, n, slice(at // self.unit, stop // self.unit))
             at = stop
         return state, at
 
@@ -161,11 +231,17 @@ class StaticLayerCache(LayerCache):
         if suffix is not None:
             if not last and self._after is not None:
                 suffix = suffix @ self._after[:, n, None]
-            _set_matrices(state, units, suffix)
+            set_matrices(state, units, suffix)
+            transitions = group.read_units("transition", self.unit)
+            assert transitions is not None
+            set_products(state, units, transitions)
         if fade is not None and state.unit_fade is not None:
             if not last and self._fade is not None:
                 fade = fade + self._fade[:, n, None]
             state.unit_fade[:, units] = fade
+            forget = group.read_units("forget", self.unit)
+            assert forget is not None and state.forget is not None
+            state.forget[:, units] = forget
 
     def _hide(self, valid: Tensor | None) -> DecodeState:
         """The state, which minds padding from the first chunk with some on."""
@@ -177,49 +253,89 @@ class StaticLayerCache(LayerCache):
             self.state = state = state._replace(valid=_all_valid(state))
         return state
 
-    def _remember(self, chunk: Chunk) -> None:
-        """Move lengths and records on, in place."""
-        T, valid = chunk.positions.shape[1], chunk.valid
+    def _count(self, tokens: int, valid: Tensor | None) -> None:
         if self._lengths is not None:
-            self._lengths += T if valid is None else valid.sum(1)
+            self._lengths += tokens if valid is None else valid.sum(1)
+        self.seen += tokens
+
+    # --- Long chunks ----------------------------------------------------------------------------
+
+    def _past(self) -> Past:
+        return super()._past() if self.state is None else past_of(self.state, self.seen)
+
+    def _advance(self, chunk: Chunk, raw: Buffers, k: Tensor, moved: list | None = None) -> None:
+        if self.state is None:
+            super()._advance(chunk, raw, k, moved)
+            return
+        state = self._hide(chunk.valid)
+        seen, start = self.seen, tail_start(state, self.seen)
+        new = {"k": k, **{name: x for name, x in raw.items() if name in INPUTS}}
+        if chunk.valid is not None:
+            new["valid"] = chunk.valid
+        self._advance_records(chunk)
+        write_tokens(state, _joined(read_tokens(state, start, seen), new), start)
+        self._count(k.shape[1], chunk.valid)
+
+    def _advance_records(self, chunk: Chunk) -> None:
+        """Take a long chunk's records, before its tokens."""
+        state, unit, seen = self._settled, self.unit, self.seen
+        start = seen // unit * unit
         for name, (values, count) in chunk.records.items():
-            kept = self.before.get(name)
-            if kept is None:
-                self.before[name] = last_records(values, count, None, valid)
-            elif valid is None and count <= T:
-                kept.copy_(values[:, T - count :])
-            else:
-                kept.copy_(last_records(values, count, kept, valid))
+            kept, history, _ = self._held(name, values, count)
+            joined = torch.cat([history[:, places(state, start, seen)], values], 1)
+            valid = self._joined_valid(start, chunk.valid, values)
+            self._write_history(name, joined, start, seen, valid)
+            kept.copy_(last_records(values, count, kept, chunk.valid))
+
+    def _joined_valid(self, start: int, valid: Tensor | None, like: Tensor) -> Tensor | None:
+        """Which columns from `start` on are real, those of a chunk like `[B, T, …]` included."""
+        held = self._settled.valid
+        if held is None:
+            return None
+        if valid is None:
+            valid = torch.ones(like.shape[:2], dtype=torch.bool, device=like.device)
+        return torch.cat([held[:, start : self.seen].bool(), valid], 1)
 
     # --- Taking back, sharing, reordering -------------------------------------------------------
 
     @property
     def sealed(self) -> int:
-        """As in `LayerCache`; once settled, what can't be taken back."""
+        """As in `LayerCache`; once settled, the first border from which all is there as it came."""
         if self.state is None:
             return super().sealed
-        return self.seen if self.state.has_tail or self.before else 0
+        if not self.state.has_tail and not self._counts:
+            return 0
+        return -(-self._first_kept // self.unit) * self.unit
 
-    def nearest_crops(self, length: int) -> tuple[int, int]:
-        """As in `LayerCache`: once settled 0 and what was seen, or any where nothing moves."""
-        if self.state is None:
-            return super().nearest_crops(length)
-        return (0, self.seen) if 0 < length < self.sealed else (length, length)
+    @property
+    def _first_kept(self) -> int:
+        return max(self._kept_from, self.seen - self._settled.ring_size)
 
-    def crop(self, length: int) -> None:
-        """Keep the first `length` columns. Raises ValueError where it can't: `nearest_crops`."""
+    def _take_back(self, length: int) -> None:
         if self.state is None:
-            super().crop(length)
-            return
-        self.check_crop(length)
-        if length == 0:
-            self.reset()
+            super()._take_back(length)
         elif length < self.seen:
-            if self._lengths is not None and self.state.valid is not None:
-                gone = self.state.valid[:, length : self.seen].sum(1)
-                self._lengths -= gone
-            self.state.seen.fill_(length)
-            self.seen = length
+            with torch.no_grad():
+                self._take_back_in_place(length)
+
+    def _take_back_in_place(self, length: int) -> None:
+        state, unit = self._settled, self.unit
+        if self._lengths is not None and state.valid is not None:
+            self._lengths -= state.valid[:, length : self.seen].sum(1)
+        self._kept_from = min(self._first_kept, length)
+        start = length // unit * unit
+        for name, count in self._counts.items():
+            kept, history, borders = self._held(name, self.before[name], count)
+            last = borders[:, start // unit - 1] if start else torch.zeros_like(kept)
+            values = history[:, places(state, start, length)]
+            valid = None if state.valid is None else state.valid[:, start:length].bool()
+            kept.copy_(last_records(values, count, last, valid))
+        if state.has_tail:
+            if length // unit < self.seen // unit:
+                rebuild_tables(state, length // unit)
+            write_tokens(state, read_tokens(state, start, length), start)
+        state.seen.fill_(length)
+        self.seen = length
 
     def fork(self: _Self) -> _Self:
         """Another cache of the same past; once settled, a copy of all of it."""
@@ -227,7 +343,8 @@ class StaticLayerCache(LayerCache):
         if self.state is not None:
             kept = {name: x.clone() for name, x in self.state.tensors().items()}
             other.state = self.state._replace(**kept)
-            other.before = {name: x.clone() for name, x in self.before.items()}
+            for held in ("before", "_history", "_borders"):
+                setattr(other, held, {n: x.clone() for n, x in getattr(self, held).items()})
             other._lengths = None if self._lengths is None else self._lengths.clone()
         return other
 
@@ -237,28 +354,36 @@ class StaticLayerCache(LayerCache):
             super().select(rows)
             return
         rows = rows.to(self.state.seen.device)
+        records = (self.before, self._history, self._borders)
         if len(rows) == len(self.state.seen):  # in place: a graph may hold these tensors
-            for x in (*self.state.tensors().values(), *self.before.values()):
-                x.copy_(x.index_select(0, rows))
+            for held in (self.state.tensors(), *records):
+                for x in held.values():
+                    x.copy_(x.index_select(0, rows))
             if self._lengths is not None:
                 self._lengths.copy_(self._lengths.index_select(0, rows))
             return
-        named = self.state.tensors().items()
-        self.state = self.state._replace(**{n: x.index_select(0, rows) for n, x in named})
-        self.before = {n: x.index_select(0, rows) for n, x in self.before.items()}
-        if self._lengths is not None:
-            self._lengths = self._lengths.index_select(0, rows)
+        self._replace(lambda x: x.index_select(0, rows))
 
     def move(self, device: torch.device) -> None:
         """Take everything to a device."""
-        super().move(device)
-        if self.state is not None:
-            named = self.state.tensors().items()
-            self.state = self.state._replace(**{name: x.to(device) for name, x in named})
+        if self.state is None:
+            super().move(device)
+        else:
+            self._replace(lambda x: x.to(device))
+
+    def _replace(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Put other tensors in the place of all that it holds once it has settled."""
+        named = self._settled.tensors().items()
+        self.state = self._settled._replace(**{name: function(x) for name, x in named})
+        for held in (self.before, self._history, self._borders):
+            held.update({name: function(x) for name, x in held.items()})
+        if self._lengths is not None:
+            self._lengths = function(self._lengths)
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor that it holds."""
         yield from super().tensors()
+        yield from self._history.values()
         if self.state is not None:
             yield from self.state.tensors().values()
 
@@ -279,75 +404,20 @@ def _in_order(named: Buffers) -> tuple[Any, ...]:
     return tuple(named.get(name) for name in ("k", "v", "w", "beta", "log_forget"))
 
 
-def _cut(x: Tensor | None, at: int) -> Tensor | None:
-    return None if x is None else x[:, at : at + STEP]
-
-
 def _all_valid(state: DecodeState) -> Tensor:
     B, _, room, _ = state.keys.shape
     return torch.ones(B, room, dtype=torch.uint8, device=state.keys.device)
 
 
-def _set_matrices(state: DecodeState, units: slice, x: Tensor) -> None:
-    if state.high is not None:
-        state.high[:, units] = x.to(state.high.dtype)
-        if state.low is not None:
-            state.low[:, units] = (x - state.high[:, units]).to(state.low.dtype)
-
-
-def _matrices(state: DecodeState, units: int) -> Tensor | None:
-    if state.high is None:
-        return None
-    high = state.high[:, :units].float()
-    return high if state.low is None else high + state.low[:, :units]
-
-
-def _settle_tail(state: DecodeState, tail: Tail, done: int) -> None:
-    """Seal a complete unit at the tail's front, and lay the rest into the ring."""
-    unit, length, at = state.unit, tail.length, done
-    for start in range(0, length, unit):
-        count, units = min(unit, length - start), at // unit
-        part = {name: tail[name][:, start : start + count] for name in tail.buffers}
-        keys, product = part["k"], None
-        if "w" in part:
-            _, keys, product = chunk_transport(keys[:, :, :0], keys, part["w"], part["beta"])
-        behind, total = None, None
-        if "log_forget" in part:
-            behind, total = sums_behind(part["log_forget"])
-        state.values[:, :, at : at + count] = part["v"].transpose(1, 2)
-        if "valid" in part and state.valid is not None:
-            state.valid[:, at : at + count] = part["valid"]
-        if count == unit or product is None:
-            state.keys[:, :, at : at + count] = keys.transpose(1, 2)
-        if count == unit:
-            _seal(state, units, product, behind, total)
-        else:
-            slots = torch.arange(at, at + count, device=keys.device) % state.ring_size
-            if product is not None and state.ring is not None and state.tail is not None:
-                D = keys.shape[3]
-                state.ring[:, :, slots, :D] = keys.transpose(1, 2).float()
-                state.tail[:, 0, :, :D, :D] = product
-            if behind is not None and total is not None and state.tail_fade is not None:
-                assert state.ring_fade is not None
-                state.ring_fade[:, :, slots] = behind.transpose(1, 2).float()
-                state.tail_fade[:, 0] = total
-        at += count
-
-
-def _seal(
-    state: DecodeState,
-    units: int,
-    product: Tensor | None,
-    behind: Tensor | None,
-    total: Tensor | None,
-) -> None:
-    """Carry the first `units` units over a further one."""
-    matrices = _matrices(state, units)
-    if product is not None and matrices is not None:
-        every = torch.cat([matrices @ product[:, None], identity(product)[:, None]], 1)
-        _set_matrices(state, slice(0, units + 1), every)
-    if total is not None and behind is not None and state.unit_fade is not None:
-        state.unit_fade[:, :units] += total[:, None]
-        assert state.fade is not None
-        place = slice(units * state.unit, (units + 1) * state.unit)
-        state.fade[:, :, place] = behind.transpose(1, 2)
+def _joined(tokens: Buffers, new: Buffers) -> Buffers:
+    """Tokens and those behind them; of both, or of one alone, some may be padding."""
+    if "valid" in tokens and "valid" not in new:
+        n = new["k"].shape[:2]
+        new = {**new, "valid": torch.ones(n, dtype=torch.bool, device=new["k"].device)}
+    both = {}
+    for name, x in tokens.items():
+        y = new[name]
+        if name in ("w", "beta") and y.dim() > x.dim():  # of one factor
+            y = y.squeeze(3)
+        both[name] = torch.cat([x, y.to(x.dtype)], 1)
+    return both

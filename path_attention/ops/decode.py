@@ -49,8 +49,9 @@ class Past(NamedTuple):
 class DecodeState(NamedTuple):
     """A layer's past in tensors of one size for good: what `decode_step` reads and changes.
 
-    N tokens of room in U units, a tail of the last incomplete unit in a ring of places; what none
-    of its encoding needs is None. Where nothing moves or fades there is no tail.
+    N tokens of room in U units, a tail of the last incomplete unit in a ring of places, and the
+    last tokens as they came in another, from which a tail can be made anew; what none of its
+    encoding needs is None. Where nothing moves or fades there is no tail.
     """
 
     unit: int  # tokens of a unit
@@ -58,58 +59,83 @@ class DecodeState(NamedTuple):
     values: Tensor  # [B, H, N, DV]
     seen: Tensor  # int32 [B], tokens so far
     next: Tensor  # int32 [B], those after a step, for its last kernel
-    valid: Tensor | None  # uint8 [B, N], 0 where no query may look
-    ring: Tensor | None  # float32 [B, H, ring, DP], the tail's keys where the queries stand
-    ring_fade: Tensor | None  # float32 [B, HQ, ring], Σ log_forget from after each to there
-    tail: Tensor | None  # float32 [B, 2, H, DP, DP], transition of the tail at `turn`
-    turn: Tensor | None  # int32 [B], 0 or 1 by turns
-    tail_fade: Tensor | None  # float32 [B, 2, HQ], Σ log_forget of the tail at `turn`
-    product: Tensor | None  # [B, H, 2, D, D], that of the last complete unit, as high + low
-    forget: Tensor | None  # float32 [B, HQ], its Σ log_forget
-    high: Tensor | None  # [B, U, H, D, D], product of those behind each, as high + low
-    low: Tensor | None  # in float16; float32 and no low for float32 keys
-    fade: Tensor | None  # float32 [B, HQ, N], Σ log_forget from after each key to its unit's end
-    unit_fade: Tensor | None  # float32 [B, U, HQ], from a unit's end to the tail
+    valid: Tensor | None = None  # uint8 [B, N], 0 where no query may look
+    ring: Tensor | None = None  # float32 [B, H, ring, DP], the tail's keys where the queries stand
+    ring_fade: Tensor | None = None  # float32 [B, HQ, ring], Σ log_forget from after each to there
+    tail: Tensor | None = None  # float32 [B, 2, H, DP, DP], transition of the tail at `turn`
+    turn: Tensor | None = None  # int32 [B], 0 or 1 by turns
+    tail_fade: Tensor | None = None  # float32 [B, 2, HQ], Σ log_forget of the tail at `turn`
+    products: Tensor | None = None  # [B, U, H, 2, D, D], of each complete unit, as high + low
+    forget: Tensor | None = None  # float32 [B, U, HQ], Σ log_forget of each complete unit
+    high: Tensor | None = None  # [B, U, H, D, D], product of those behind each, as high + low
+    low: Tensor | None = None  # in float16; float32 and no low, here and above, for float32 keys
+    fade: Tensor | None = None  # float32 [B, HQ, N], Σ log_forget from each key to its unit's end
+    unit_fade: Tensor | None = None  # float32 [B, U, HQ], from a unit's end to the tail
+    raw_k: Tensor | None = None  # [B, H, ring, D], the last tokens' k, w, beta and log_forget
+    raw_w: Tensor | None = None  # float32 [B, H, ring, n, D]
+    raw_beta: Tensor | None = None  # float32 [B, H, ring, n]
+    raw_gate: Tensor | None = None  # float32 [B, HQ, ring]
 
     @property
     def has_tail(self) -> bool:
         """Whether anything moves or fades."""
-        return self.product is not None or self.forget is not None
+        return self.products is not None or self.forget is not None
 
     @property
     def ring_size(self) -> int:
         """Places of the tail: a unit's, and those of a chunk that completes it."""
         return self.unit + 64
 
+    @property
+    def units(self) -> int:
+        return self.keys.shape[2] // self.unit
+
     @classmethod
     def make(
-        cls, k: Tensor, v: Tensor, heads: int, room: int, unit: int, *, moves: bool, fades: bool
+        cls,
+        k: Tensor,
+        v: Tensor,
+        heads: int,
+        room: int,
+        unit: int,
+        *,
+        moves: bool,
+        fades: bool,
+        factors: int = 1,
     ) -> DecodeState:
         """An empty one for keys and values like k `[B, T, H, D]`, v, and at least `room` tokens."""
         (B, _, H, D), DV = k.shape, v.shape[3]
-        U = -(-room // unit)
-        wide, DP = k.new_zeros(0, dtype=torch.float32), max(64, 1 << (D - 1).bit_length())
-        half = torch.float32 if k.dtype == torch.float32 else torch.float16
-        ring, matrices = unit + 64, (B, U, H, D, D)
-        return cls(
-            unit,
-            k.new_zeros(B, H, U * unit, D),
-            v.new_zeros(B, H, U * unit, DV),
-            torch.zeros(B, dtype=torch.int32, device=k.device),
-            torch.zeros(B, dtype=torch.int32, device=k.device),
-            None,
-            wide.new_zeros(B, H, ring, DP) if moves else None,
-            wide.new_zeros(B, heads, ring) if fades else None,
-            wide.new_zeros(B, 2, H, DP, DP) if moves else None,
-            wide.new_zeros(B, dtype=torch.int32) if moves or fades else None,
-            wide.new_zeros(B, 2, heads) if fades else None,
-            wide.new_zeros(B, H, 2, D, D, dtype=half) if moves else None,
-            wide.new_zeros(B, heads) if fades else None,
-            wide.new_zeros(matrices, dtype=half) if moves else None,
-            wide.new_zeros(matrices, dtype=half) if moves and half != torch.float32 else None,
-            wide.new_zeros(B, heads, U * unit) if fades else None,
-            wide.new_zeros(B, U, heads) if fades else None,
-        )
+        U, ring, DP = -(-room // unit), unit + 64, max(64, 1 << (D - 1).bit_length())
+        wide = k.new_zeros(0, dtype=torch.float32)
+        count = wide.new_zeros(B, dtype=torch.int32)
+        named: dict[str, Tensor] = {}
+        if moves or fades:
+            named["turn"] = count.clone()
+        if moves:
+            exact = k.dtype == torch.float32
+            half = wide if exact else wide.half()
+            named |= {
+                "ring": wide.new_zeros(B, H, ring, DP),
+                "tail": wide.new_zeros(B, 2, H, DP, DP),
+                "products": half.new_zeros(B, U, H, 1 if exact else 2, D, D),
+                "high": half.new_zeros(B, U, H, D, D),
+                "raw_k": k.new_zeros(B, H, ring, D),
+                "raw_w": wide.new_zeros(B, H, ring, factors, D),
+                "raw_beta": wide.new_zeros(B, H, ring, factors),
+            }
+            if not exact:
+                named["low"] = torch.zeros_like(named["high"])
+        if fades:
+            named |= {
+                "ring_fade": wide.new_zeros(B, heads, ring),
+                "tail_fade": wide.new_zeros(B, 2, heads),
+                "forget": wide.new_zeros(B, U, heads),
+                "fade": wide.new_zeros(B, heads, U * unit),
+                "unit_fade": wide.new_zeros(B, U, heads),
+                "raw_gate": wide.new_zeros(B, heads, ring),
+            }
+        keys, values = k.new_zeros(B, H, U * unit, D), v.new_zeros(B, H, U * unit, DV)
+        return cls(unit, keys, values, count, count.clone(), **named)
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by its name."""
@@ -144,6 +170,28 @@ def decode_step(
     from path_attention.ops.triton.step import triton_decode_step
 
     return triton_decode_step(state, q, k, v, w, beta, log_forget, valid, scale)
+
+
+def record_step(
+    state: DecodeState,
+    values: Tensor,
+    before: Tensor,
+    history: Tensor,
+    borders: Tensor,
+    *,
+    valid: Tensor | None = None,
+) -> None:
+    """Take what the tokens of the last `decode_step` recorded for an encoding, in place.
+
+    Args:
+        values: `[B, T, …]`; valid: bool `[B, T]`, False for padding, whose values are skipped.
+        before: `[B, count, …]`, those of the last real tokens, oldest first.
+        history: `[B, ring, …]`, those of the last tokens, in the places of the state's rings.
+        borders: `[B, U, count, …]`, `before` as it was at the end of each unit.
+    """
+    from path_attention.ops.triton.step import triton_record_step
+
+    triton_record_step(state, values, before, history, borders, valid)
 
 
 def triton_lacks(q: Tensor, v: Tensor) -> str | None:
@@ -195,7 +243,7 @@ def decode_attention(
     if _choose(implementation, q, sources[0].values) == "triton":
         from path_attention.ops.triton.decode import triton_decode
 
-        return triton_decode(q.float(), past, scale, elapsed)
+        return triton_decode(q, past, scale, elapsed)
     out = q.new_zeros(B, T, HQ, sources[0].values.shape[3], dtype=dtype)
     lse = q.new_full((B, T, HQ), -torch.inf, dtype=dtype)
     q = q.to(dtype) * scale

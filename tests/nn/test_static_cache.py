@@ -84,9 +84,12 @@ def test_rows_and_heads(poisoned_memory, heads):
 
 
 def test_factors(poisoned_memory):
-    x = make(70, moves=True, fades=False, factors=2)
-    cache = StaticLayerCache(70, unit=64)
-    torch.testing.assert_close(attend_all(cache, x, [16] * 4 + [6]), exact(x), **EXACT)
+    x = make(200, moves=True, fades=False, factors=2)
+    cache = StaticLayerCache(200, unit=64)
+    attend_all(cache, x, [180])
+    cache.crop(64)  # nothing is left of the tail
+    torch.testing.assert_close(attend_all(cache, x, [6], 64), exact(x)[:, 64:70], **EXACT)
+    torch.testing.assert_close(attend_all(cache, x, [80, 4], 70), exact(x)[:, 70:154], **EXACT)
 
 
 @pytest.mark.parametrize(("moves", "fades"), KINDS)
@@ -109,10 +112,13 @@ def test_after_more_than_a_group(poisoned_memory):
     torch.testing.assert_close(got, whole[:, -20:], **EXACT)
 
 
-def test_a_long_chunk_onto_a_settled_cache():
-    x = make(100, moves=True, fades=True)
-    cache = StaticLayerCache(100, unit=64)
-    torch.testing.assert_close(attend_all(cache, x, [1, 99]), exact(x), **EXACT)
+@pytest.mark.parametrize(("moves", "fades"), KINDS)
+def test_long_chunks_onto_a_settled_cache(poisoned_memory, moves, fades):
+    """As a prompt's: by the operator, and by what decoding has for the past; no step is taken."""
+    chunks = [1, 99, 17, 200, 2]
+    x = make(sum(chunks), moves=moves, fades=fades, batch=2, factors=1)
+    cache = StaticLayerCache(sum(chunks), unit=64)
+    torch.testing.assert_close(attend_all(cache, x, chunks), exact(x), **EXACT)
 
 
 @pytest.mark.parametrize(("moves", "fades"), KINDS)
@@ -150,10 +156,49 @@ def test_taken_back_where_nothing_moves():
     attend_all(cache, x, [16, 9])
     cache.crop(20)
     torch.testing.assert_close(attend_all(cache, x, [10], 20), exact(x)[:, 20:], **EXACT)
-    moved = StaticLayerCache(30)
-    attend_all(moved, make(5, moves=True, fades=False), [5])
-    with pytest.raises(ValueError, match="expected 0 or 5"):
-        moved.crop(4)
+
+
+@pytest.mark.parametrize(("moves", "fades"), KINDS[1:])
+def test_taken_back_to_the_tail_and_to_borders(poisoned_memory, moves, fades):
+    """In place; the steps after it are the whole sequence's, over the next sealing too."""
+    x = make(220, moves=moves, fades=fades)
+    cache = StaticLayerCache(256, unit=64)
+    attend_all(cache, x, [150, 40, 4, 2])  # a step sealed a unit at 192
+    assert cache.seen == 196 and cache.sealed == 128
+    held = [y.data_ptr() for y in cache.tensors()]
+    whole = exact(x)
+    for length in (195, 190, 132, 128, 64):
+        cache.crop(length)
+        assert cache.seen == length
+        got = attend_all(cache, x, [3], length)
+        torch.testing.assert_close(got, whole[:, length : length + 3], **EXACT)
+    got = attend_all(cache, x, [123, 3, 2], 67)
+    torch.testing.assert_close(got, whole[:, 67:195], **EXACT)
+    cache.crop(0)
+    torch.testing.assert_close(attend_all(cache, x, [2]), whole[:, :2], **EXACT)
+    assert [y.data_ptr() for y in cache.tensors()] == held
+
+
+def test_what_cannot_be_taken_back_names_the_nearest():
+    x = make(300, moves=True, fades=False)
+    cache = StaticLayerCache(300, unit=64)
+    attend_all(cache, x, [200, 1, 99])
+    assert cache.sealed == 192 and cache.nearest_crops(100) == (64, 128)
+    with pytest.raises(ValueError, match="length: expected 64 or 128, .* or 192 to 300: .* 100"):
+        cache.crop(100)
+    with pytest.raises(ValueError, match="length: expected 0 to 300"):
+        cache.crop(301)
+    assert cache.seen == 300
+
+
+def test_the_last_64_tokens_can_always_be_taken_back():
+    x = make(20, moves=True, fades=False)
+    cache = StaticLayerCache(1024, unit=64)
+    attend(cache, part(x, 0, 1))
+    for seen in range(1, 1024):
+        cache.seen = seen
+        for length in range(max(0, seen - 64), seen + 1):
+            assert cache.nearest_crops(length) == (length, length)
 
 
 def test_its_size_does_not_grow():

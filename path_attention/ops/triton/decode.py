@@ -8,6 +8,7 @@ log-sum-exp.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from path_attention.ops.triton.tiles import padded
 _CPU_SPLITS = 3  # of the interpreter, where there is nothing to fill
 _MERGED = 64  # parts at once, at most
 _FILLED = 0.95  # of the best use of places
+_MOVED_AT_ONCE = 2**24  # elements of rows at groups' ends
 
 
 class Tiles(NamedTuple):
@@ -115,51 +117,51 @@ class _Source(NamedTuple):
 def triton_decode(
     q: Tensor, past: Past, scale: float, elapsed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Arguments as in `decode_attention`, validated there; q in float32."""
-    sources = _sources(q, past, elapsed)
-    B, H, count, width = sources[0].x.shape
-    DV = sources[0].group.values.shape[3]
-    width = max(width, padded(DV))
-    tiles = [choose_tiles(width, count, s.group.keys.itemsize) for s in sources]
-    splits = [
-        choose_splits(
-            B * H * triton.cdiv(count, t.rows) * len(sources), s.group.keys.shape[1], t, q.device
-        )
-        for s, t in zip(sources, tiles, strict=True)
-    ]
-    rows, first = make_rows(q, H, DV, sum(splits)), 0
+    """Arguments as in `decode_attention`, validated there.
+
+    Group by group on top of one set of parts: what is held does not grow with the past.
+    """
+    every = [*([] if past.tail is None else [past.tail]), *past.groups]
+    (B, T, HQ, D), (H, DV) = q.shape, every[0].values.shape[2:]
+    width, count = max(padded(D), padded(DV)), T * (HQ // H)
+    tiles = [choose_tiles(width, count, group.keys.itemsize) for group in every]
+    longest, t = max(zip((g.keys.shape[1] for g in every), tiles, strict=True))
+    programs = B * H * triton.cdiv(count, t.rows)
+    rows = make_rows(q, H, DV, choose_splits(programs, longest, t, q.device))
     with torch.cuda.device_of(q):
-        for source, t, n in zip(sources, tiles, splits, strict=True):
-            _attend_group(rows, source, scale, t, first, n)
-            first += n
-        return _merge(rows, q)
+        sources = _sources(q, past, elapsed)
+        for n, (source, t) in enumerate(zip(sources, tiles, strict=True)):
+            exact = past.transition is None and q.dtype == source.group.keys.dtype
+            _attend_group(rows, source, scale, t, resume=n > 0, exact=exact)
+        return _merge(rows, q.float())
 
 
-def _sources(q: Tensor, past: Past, elapsed: Tensor | None) -> list[_Source]:
-    """The tail and the groups, to whose ends one product moves all rows."""
-    groups, D = past.groups, q.shape[3]
+def _sources(q: Tensor, past: Past, elapsed: Tensor | None) -> Iterator[_Source]:
+    """The tail, then the groups; one product moves all rows to the ends of as many as have room."""
+    groups, (D, T) = past.groups, (q.shape[3], q.shape[1])
     H = (past.tail or groups[0]).keys.shape[2]
-    T, pad = q.shape[1], (0, padded(D) - D)
-    x = by_key_head(q, H)
+    pad = (0, padded(D) - D)
+    x = by_key_head(q.float(), H)
     late = None if elapsed is None else by_key_head(elapsed[..., None], H)[..., 0]
-    sources = []
     if past.tail is not None:
-        sources.append(_Source(past.tail, F.pad(x, pad).contiguous(), _laid_out(late)))
+        yield _Source(past.tail, F.pad(x, pad).contiguous(), _laid_out(late))
     if past.transition is not None and groups:
         x = x @ past.transition.to(x.dtype).mT
     if past.decay is not None and late is not None:
         late = late + _of_rows(past.decay, H, T)
-    ahead = [n for n, g in enumerate(groups) if g.after is not None]
-    moved = dict.fromkeys(range(len(groups)), x)
-    if ahead:
-        after = torch.stack([_known(groups[n].after) for n in ahead], 1).to(x.dtype)
-        moved |= zip(ahead, (x[:, None] @ after.mT).unbind(1), strict=True)
-    for n, group in enumerate(groups):
-        behind = late
-        if late is not None and group.after_decay is not None:
-            behind = late + _of_rows(group.after_decay, H, T)
-        sources.append(_Source(group, F.pad(moved[n], pad).contiguous(), _laid_out(behind)))
-    return sources
+    together = max(1, _MOVED_AT_ONCE // max(1, x.numel()))
+    for start in range(0, len(groups), together):
+        some = groups[start : start + together]
+        ahead = [n for n, g in enumerate(some) if g.after is not None]
+        moved = dict.fromkeys(range(len(some)), x)
+        if ahead:
+            after = torch.stack([_known(some[n].after) for n in ahead], 1).to(x.dtype)
+            moved |= zip(ahead, (x[:, None] @ after.mT).unbind(1), strict=True)
+        for n, group in enumerate(some):
+            behind = late
+            if late is not None and group.after_decay is not None:
+                behind = late + _of_rows(group.after_decay, H, T)
+            yield _Source(group, F.pad(moved[n], pad).contiguous(), _laid_out(behind))
 
 
 def _known(x: Tensor | None) -> Tensor:
@@ -177,8 +179,9 @@ def _of_rows(decay: Tensor, H: int, T: int) -> Tensor:
 
 
 def _attend_group(
-    rows: Rows, source: _Source, scale: float, tiles: Tiles, first: int, splits: int
+    rows: Rows, source: _Source, scale: float, tiles: Tiles, *, resume: bool, exact: bool
 ) -> None:
+    """exact: a row is no more than the keys' dtype holds, but for a power of two."""
     group, x, late = source
     tables = (group.suffix, group.unit_decay)
     units = next((z.shape[1] for z in tables if z is not None), 1)
@@ -189,15 +192,17 @@ def _attend_group(
     k, v = (z if z.stride(3) == 1 else z.contiguous() for z in (group.keys, group.values))
     valid = None if group.valid is None else group.valid.contiguous().view(torch.uint8)
     cb, ct, ch = strides[1]
+    low = k.itemsize < 4 and not (exact and move is None)
+    splits = rows.parts.shape[0]
     units_kernel[(splits, rows.B * rows.H, triton.cdiv(rows.count, tiles.rows))](
         x, either(late, x), k, v, either(move, x), either(group.decay, x), either(fade, x),
         either(valid, x), either(group.rows, x), rows.parts, rows.lses, scale, k.shape[1],
-        max(1, k.shape[1] // units), rows.count, first,
+        max(1, k.shape[1] // units), rows.count,
         k.stride(0), k.stride(2), k.stride(1), v.stride(0), v.stride(2), v.stride(1),
         *strides[0], cb, ch, ct, *_table_strides(fade, 2), 0 if valid is None else valid.stride(0),
         **rows.sizes, BR=tiles.rows, BN=tiles.keys, STAGES=tiles.stages, MOVE=move is not None,
         GATE=gate, FADE=fade is not None, VALID=valid is not None, INDEX=group.rows is not None,
-        num_warps=tiles.warps,
+        LOW=low, RESUME=resume, num_warps=tiles.warps,
     )  # fmt: skip
 
 

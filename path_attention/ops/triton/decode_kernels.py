@@ -41,24 +41,35 @@ def store_part(out_ptr, lse_ptr, at, rows, o, o_v, b_m, b_l, b_acc, DVP: tl.cons
     tl.store(lse_ptr + at + o, b_lse, inside)
 
 
+@triton.jit
+def _load_part(out_ptr, lse_ptr, at, rows, o, o_v, DVP: tl.constexpr):
+    """What `store_part` left, as a softmax to go on with."""
+    inside, at = o < rows, at.to(tl.int64) * rows
+    b_m = tl.load(lse_ptr + at + o, inside, other=float("-inf"))
+    known = b_m > float("-inf")
+    p_out = out_ptr + (at + o[:, None]) * DVP + o_v[None, :]
+    return b_m, tl.where(known, 1.0, 0.0), tl.load(p_out, known[:, None], other=0.0)
+
+
 # --- Sealed units --------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["length", "rows", "first_part"])
+@triton.jit(do_not_specialize=["length", "rows"])
 def units_kernel(
     q_ptr, elapsed_ptr, k_ptr, v_ptr, move_ptr, decay_ptr, fade_ptr, valid_ptr, rows_ptr,
-    out_ptr, lse_ptr, scale, length, unit, rows, first_part,
+    out_ptr, lse_ptr, scale, length, unit, rows,
     stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_mb, stride_mu,
     stride_mh, stride_cb, stride_ch, stride_ct, stride_fb, stride_fu, stride_ab,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
     DVP: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     MOVE: tl.constexpr, GATE: tl.constexpr, FADE: tl.constexpr, VALID: tl.constexpr,
-    INDEX: tl.constexpr,
+    INDEX: tl.constexpr, LOW: tl.constexpr, RESUME: tl.constexpr,
 ):  # fmt: skip
     """Rows against one piece of a group's keys; at each unit they move to its end first.
 
     q: float32 [B·H, rows, DP]; elapsed [B·H, rows]. INDEX: `rows_ptr` says which stored row a row
-    reads.
+    reads. LOW: rows are more than the keys' dtype holds, and go in as a sum high + low. RESUME: on
+    top of the part that is there, of another group.
     """
     i_split, i_bh, i_r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_b, i_h = i_bh // H, i_bh % H
@@ -71,10 +82,13 @@ def units_kernel(
     each = tl.cdiv(tl.cdiv(length, BN), tl.num_programs(0)) * BN
     first = i_split * each
     stop = tl.minimum(first + each, length)
+    part = i_split * tl.num_programs(1) + i_bh
     b_m = tl.full([BR], float("-inf"), tl.float32)
     b_l = tl.zeros([BR], tl.float32)
     b_acc = tl.zeros([BR, DVP], tl.float32)
     if first < stop:
+        if RESUME:
+            b_m, b_l, b_acc = _load_part(out_ptr, lse_ptr, part, rows, o, o_v, DVP)
         at = i_bh.to(tl.int64) * rows
         b_q = tl.load(q_ptr + (at + o[:, None]) * DP + o_d[None, :], inside[:, None], other=0.0)
         in_range = range_of(b_q)
@@ -100,7 +114,8 @@ def units_kernel(
                     b_low = (b_q - b_high.to(tl.float32)).to(tl.float16)
                     b_x = tl.dot(b_high, b_move, tl.dot(b_low, b_move))
             b_high = b_x.to(k_ptr.dtype.element_ty)
-            b_low = (b_x - b_high.to(tl.float32)).to(k_ptr.dtype.element_ty)
+            if LOW:
+                b_low = (b_x - b_high.to(tl.float32)).to(k_ptr.dtype.element_ty)
             if GATE:
                 b_start = b_elapsed
                 if FADE:
@@ -114,7 +129,7 @@ def units_kernel(
                 p_k = k_ptr + o_j.to(tl.int64)[:, None] * stride_kt + o_d[None, :]
                 b_k = tl.load(p_k, seen[:, None] & (o_d[None, :] < D), other=0.0)
                 b_s = tl.dot(b_high, tl.trans(b_k), input_precision=FLOAT32)
-                if k_ptr.dtype.element_ty != tl.float32:
+                if LOW:
                     b_s = tl.dot(b_low, tl.trans(b_k), b_s)
                 b_s *= scale2
                 if GATE:
@@ -129,8 +144,8 @@ def units_kernel(
                 p_v = v_ptr + o_j.to(tl.int64)[:, None] * stride_vt + o_v[None, :]
                 b_v = tl.load(p_v, seen[:, None] & (o_v[None, :] < DV), other=0.0)
                 b_m, b_l, b_acc = masked_softmax_step(b_s, b_m, b_l, b_acc, b_v)
-    part = (first_part + i_split) * tl.num_programs(1) + i_bh
-    store_part(out_ptr, lse_ptr, part, rows, o, o_v, b_m, b_l, b_acc, DVP)
+    if (first < stop) | (not RESUME):
+        store_part(out_ptr, lse_ptr, part, rows, o, o_v, b_m, b_l, b_acc, DVP)
 
 
 @triton.jit

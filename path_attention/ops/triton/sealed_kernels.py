@@ -122,10 +122,14 @@ def attend_kernel(
 
 @triton.jit
 def _load_product(p, o_d, o_n, D: tl.constexpr):
-    """Columns o_n of a unit's product, as high + low."""
+    """Columns o_n of a unit's product, as high + low; in float32 the low is not used."""
     p += o_d[:, None] * D + o_n[None, :]
     inside = (o_d[:, None] < D) & (o_n[None, :] < D)
-    return tl.load(p, inside, other=0.0), tl.load(p + D * D, inside, other=0.0)
+    b_high = tl.load(p, inside, other=0.0)
+    b_low = b_high
+    if p.dtype.element_ty != tl.float32:
+        b_low = tl.load(p + D * D, inside, other=0.0)
+    return b_high, b_low
 
 
 @triton.jit
@@ -231,7 +235,8 @@ def finish_kernel(
         step = tl.num_programs(0) - rows
         if GATE:
             o_g = tl.arange(0, GP)
-            b_new = tl.load(forget_ptr + i_bh * G + o_g, o_g < G, other=0.0)
+            p_forget = forget_ptr + (i_b * (capacity // unit) + i_unit) * H * G + i_h * G
+            b_new = tl.load(p_forget + o_g, o_g < G, other=0.0)
             for y in tl.range(item, i_unit + 1, step, num_stages=1):
                 p_y = unit_fade_ptr + (i_b * (capacity // unit) + y) * H * G + i_h * G + o_g
                 b_y = tl.load(p_y, (o_g < G) & (y < i_unit), other=0.0) + b_new
@@ -244,7 +249,9 @@ def finish_kernel(
                 )  # fmt: skip
         elif MOVE:
             at = i_b.to(tl.int64) * stride_mb + i_h.to(tl.int64) * stride_mh
+            PARTS: tl.constexpr = 1 if product_ptr.dtype.element_ty == tl.float32 else 2
+            here = (i_b.to(tl.int64) * (capacity // unit) + i_unit) * H + i_h
             _carry(
-                high_ptr + at, low_ptr + at, product_ptr + i_bh.to(tl.int64) * 2 * D * D, i_unit,
+                high_ptr + at, low_ptr + at, product_ptr + here * PARTS * D * D, i_unit,
                 item - copies, step - copies, stride_mu, D, DP, BN, STAGES, OPERAND,
             )  # fmt: skip

@@ -39,7 +39,7 @@ from path_attention.ops.triton.decode import (
     parts_at_once,
 )
 from path_attention.ops.triton.sealed_kernels import attend_kernel, finish_kernel
-from path_attention.ops.triton.step_kernels import move_kernel, tail_kernel
+from path_attention.ops.triton.step_kernels import move_kernel, record_kernel, tail_kernel
 from path_attention.ops.triton.tiles import padded
 
 _CPU_MOVERS = 3  # of the interpreter, where there is nothing to fill
@@ -144,7 +144,8 @@ def _step(
     operand: Any = tl.float32 if exact else tl.bfloat16
     tail_kernel[(chunks + 1, B * H)](
         q, k, v, either(w, q), either(beta, q), either(gate, q), either(asked, q), s.keys, s.values,
-        *(either(z, q) for z in (s.valid, s.ring, s.ring_fade, s.tail_fade, s.forget)), s.seen,
+        *(either(z, q) for z in (s.valid, s.ring, s.ring_fade, s.tail_fade, s.forget)),
+        *(either(z, q) for z in (s.raw_k, s.raw_w, s.raw_beta, s.raw_gate)), s.seen,
         s.next, either(s.turn, q), rows.parts, rows.lses, scale, T, s.unit, s.ring_size, capacity,
         rows.count, splits, **rows.sizes, GP=triton.next_power_of_2(G), F=_factors(w),
         BR=_row_tile(rows), TP=16, CHUNKS=chunks, BC=BC, VALID=s.valid is not None,
@@ -188,7 +189,7 @@ def _move(
     operand: Any = tl.float32 if exact else tl.bfloat16
     assert s.high is not None
     move_kernel[(movers, B * H)](
-        q, w, beta, s.tail, s.product, s.seen, s.turn, s.high, x, moved, in_range, rows.T, s.unit,
+        q, w, beta, s.tail, s.products, s.seen, s.turn, s.high, x, moved, in_range, rows.T, s.unit,
         capacity, rows.count, *s.high.stride()[:3], **rows.sizes, F=_factors(w), BR=_row_tile(rows),
         STAGES=1 if DP == 256 or exact else 3, OPERAND=operand, EARLY=early,
         num_warps=4 if DP == 64 else 8, **_registers(DP, q.device),
@@ -210,7 +211,7 @@ def _finish(
         carriers = max(1, min(capacity // s.unit * (DP // 64), places // (B * H)))
     out, lse = make_outputs(rows, q)
     operand: Any = tl.float32 if exact else tl.float16
-    tables = (s.keys, s.ring, s.fade, s.ring_fade, s.high, s.low, s.product, s.unit_fade, s.forget)
+    tables = (s.keys, s.ring, s.fade, s.ring_fade, s.high, s.low, s.products, s.unit_fade, s.forget)
     strides = (0, 0, 0) if s.high is None else s.high.stride()[:3]
     finish_kernel[(rows.count + copies + carriers, B * H)](
         rows.parts, rows.lses, out, lse, s.seen, s.next, either(s.turn, q),
@@ -220,3 +221,25 @@ def _finish(
         OPERAND=operand, num_warps=4 if DP <= 128 else 8, **kinds, **early,
     )  # fmt: skip
     return out
+
+
+def triton_record_step(
+    state: DecodeState,
+    values: Tensor,
+    before: Tensor,
+    history: Tensor,
+    borders: Tensor,
+    valid: Tensor | None,
+) -> None:
+    """Arguments as in `record_step`."""
+    B, T, count = *values.shape[:2], before.shape[1]
+    values = values.to(before.dtype).contiguous()
+    E = values[0, 0].numel()
+    BE = min(256, max(16, triton.next_power_of_2(E)))
+    asked = before if valid is None else valid.contiguous().view(torch.uint8)
+    with torch.cuda.device_of(values):
+        record_kernel[(B, triton.cdiv(E, BE))](
+            values, asked, before, history, borders, state.seen, T, state.unit, state.ring_size,
+            state.keys.shape[2], E=E, COUNT=count, CP=triton.next_power_of_2(count), BE=BE,
+            VALID=valid is not None, num_warps=1 if BE < 128 else 4,
+        )  # fmt: skip

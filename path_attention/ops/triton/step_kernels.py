@@ -32,6 +32,18 @@ def _copy_rows(from_ptr, to_ptr, rows, places, inside, o, D: tl.constexpr):
     tl.store(to_ptr + places[:, None] * D + o[None, :], b_x, mask)
 
 
+@triton.jit
+def _keep_gates(
+    gate_ptr, raw_ptr, token, at, inside, i_bh, ring, G: tl.constexpr, GP: tl.constexpr
+):
+    """The chunk's gates of one key head, as they came, in the ring's places."""
+    o_g = tl.arange(0, GP)
+    mask = (o_g < G)[:, None] & inside[None, :]
+    b_gate = tl.load(gate_ptr + token[None, :] * G + o_g[:, None], mask)
+    heads = (i_bh * G + o_g).to(tl.int64)[:, None]
+    tl.store(raw_ptr + heads * ring + (at % ring)[None, :], b_gate, mask)
+
+
 # --- The chunk ------------------------------------------------------------------------------------
 
 
@@ -121,7 +133,10 @@ def _append_transition(
     w_ptr, beta_ptr, from_ptr, to_ptr, product_ptr, i_b, i_h, T, unit, before, empty, o_p, o_d,
     H: tl.constexpr, F: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """Rows o_p of the tail's transition pass the chunk, as keys do; a complete unit's is kept."""
+    """Rows o_p of the tail's transition pass the chunk, as keys do; a complete unit's is kept.
+
+    product_ptr: of this row and key head in the first unit.
+    """
     b_eye = tl.where(o_p[:, None] == o_d[None, :], 1.0, 0.0)
     b_p = b_eye
     if not empty:
@@ -131,11 +146,15 @@ def _append_transition(
         b_p = pass_factors(b_p, o_p >= 0, w_ptr, beta_ptr, token, o_d, D, F, BACK=False)
         if (before + s + 1) % unit == 0:
             inside = (o_p[:, None] < D) & (o_d[None, :] < D)
-            p_product = product_ptr + o_p[:, None] * D + o_d[None, :]
-            b_high = b_p.to(product_ptr.dtype.element_ty)
-            b_low = (b_p - b_high.to(tl.float32)).to(product_ptr.dtype.element_ty)
+            kept: tl.constexpr = product_ptr.dtype.element_ty
+            PARTS: tl.constexpr = 1 if kept == tl.float32 else 2
+            p_product = product_ptr + ((before + s) // unit).to(tl.int64) * H * PARTS * D * D
+            p_product += o_p[:, None] * D + o_d[None, :]
+            b_high = b_p.to(kept)
             tl.store(p_product, b_high, inside)
-            tl.store(p_product + D * D, b_low, inside)
+            if PARTS == 2:
+                b_low = (b_p - b_high.to(tl.float32)).to(kept)
+                tl.store(p_product + D * D, b_low, inside)
             b_p = b_eye
     tl.store(to_ptr + o_p[:, None] * DP + o_d[None, :], b_p)
 
@@ -227,7 +246,7 @@ def _tail_chunk(
 
 @triton.jit
 def _append_gates(
-    gate_ptr, fade_ptr, turn, forget_ptr, i_b, i_h, T, unit, before,
+    gate_ptr, fade_ptr, turn, forget_ptr, i_b, i_h, T, unit, units, before,
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
     """The tail's sum takes the chunk's gates in, from one place to another."""
@@ -239,7 +258,8 @@ def _append_gates(
         p_gate = gate_ptr + ((i_b * T + s) * H + i_h) * G + o_g
         b_fade += tl.load(p_gate, o_g < G, other=0.0).to(tl.float32)
         if (before + s + 1) % unit == 0:
-            tl.store(forget_ptr + i_b * H * G + o_h, b_fade, o_g < G)
+            p_forget = forget_ptr + (i_b * units + (before + s) // unit) * H * G
+            tl.store(p_forget + o_h, b_fade, o_g < G)
             b_fade = tl.zeros([GP], tl.float32)
     tl.store(fade_ptr + (1 - turn) * H * G + o_h, b_fade, o_g < G)
 
@@ -290,9 +310,11 @@ def move_kernel(
     )  # fmt: skip
     if i_c < DP // 64:
         p_to = tail_ptr + ((i_b * 2 + 1 - turn) * H + i_h).to(tl.int64) * DP * DP
+        PARTS: tl.constexpr = 1 if product_ptr.dtype.element_ty == tl.float32 else 2
+        here = i_b.to(tl.int64) * (capacity // unit) * H + i_h
         _append_transition(
-            w_ptr, beta_ptr, p_tail, p_to, product_ptr + i_bh.to(tl.int64) * 2 * D * D, i_b, i_h, T,
-            unit, before, empty, i_c * 64 + o_64, o_d, H, F, D, DP,
+            w_ptr, beta_ptr, p_tail, p_to, product_ptr + here * PARTS * D * D, i_b, i_h, T, unit,
+            before, empty, i_c * 64 + o_64, o_d, H, F, D, DP,
         )  # fmt: skip
 
 
@@ -300,6 +322,7 @@ def move_kernel(
 def tail_kernel(
     q_ptr, k_ptr, v_ptr, w_ptr, beta_ptr, gate_ptr, chunk_valid_ptr,
     keys_ptr, values_ptr, valid_ptr, ring_ptr, ring_fade_ptr, tail_fade_ptr, forget_ptr,
+    raw_k_ptr, raw_w_ptr, raw_beta_ptr, raw_gate_ptr,
     seen_ptr, next_ptr, turn_ptr, out_ptr, lse_ptr, scale, T, unit, ring, capacity, rows,
     first_part,
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, F: tl.constexpr, D: tl.constexpr,
@@ -336,7 +359,7 @@ def tail_kernel(
         if GATE:
             _append_gates(
                 gate_ptr, tail_fade_ptr + i_b * 2 * H * G, tl.load(turn_ptr + i_b), forget_ptr, i_b,
-                i_h, T, unit, before, H, G, GP,
+                i_h, T, unit, capacity // unit, before, H, G, GP,
             )  # fmt: skip
         o_t = tl.arange(0, TP)
         token = ((i_b * T + o_t) * H + i_h).to(tl.int64)
@@ -344,6 +367,17 @@ def tail_kernel(
         if not MOVE:
             _copy_rows(k_ptr, keys_ptr, token, place, o_t < T, o_d, D)
         _copy_rows(v_ptr, values_ptr, token, place, o_t < T, o_v, DV)
+        slot = i_bh.to(tl.int64) * ring + (before + o_t) % ring
+        if MOVE:
+            _copy_rows(k_ptr, raw_k_ptr, token, slot, o_t < T, o_d, D)
+            for n in tl.static_range(F):
+                _copy_rows(w_ptr, raw_w_ptr, token * F + n, slot * F + n, o_t < T, o_d, D)
+                b_beta = tl.load(beta_ptr + token * F + n, o_t < T)
+                tl.store(raw_beta_ptr + slot * F + n, b_beta, o_t < T)
+        if GATE:
+            _keep_gates(
+                gate_ptr, raw_gate_ptr, token, before + o_t, o_t < T, i_bh, ring, G, GP,
+            )  # fmt: skip
         if VALID:
             b_valid = tl.full([TP], 1, tl.int8)
             if CHUNK_VALID:
@@ -353,3 +387,38 @@ def tail_kernel(
         tl.store(next_ptr + i_b, before + T, i_h == 0)
         if EARLY and i_bh == 0:
             gdc_wait()
+
+
+@triton.jit(do_not_specialize=["T", "capacity"])
+def record_kernel(
+    values_ptr, valid_ptr, before_ptr, history_ptr, borders_ptr, seen_ptr, T, unit, ring, capacity,
+    E: tl.constexpr, COUNT: tl.constexpr, CP: tl.constexpr, BE: tl.constexpr, VALID: tl.constexpr,
+):  # fmt: skip
+    """A chunk's records, E elements a token: the last COUNT real ones, all of the ring, at borders.
+
+    Programs of one row, BE elements each. After a step: `seen` counts the chunk.
+    """
+    i_b, o = tl.program_id(0).to(tl.int64), tl.program_id(1) * BE + tl.arange(0, BE)
+    inside, o_c = o < E, tl.arange(0, CP)
+    kept = (o_c < COUNT)[:, None] & inside[None, :]
+    o_kept = o_c[:, None] * E + o[None, :]
+    p_before = before_ptr + i_b * COUNT * E + o_kept
+    b_kept = tl.load(p_before, kept, other=0)
+    before = tl.load(seen_ptr + i_b) - T
+    moves_up = o_c[None, :] == o_c[:, None] + 1
+    for t in tl.range(0, T, num_stages=1):
+        b_new = tl.load(values_ptr + (i_b * T + t) * E + o, inside, other=0)
+        at = before + t
+        tl.store(history_ptr + (i_b * ring + at % ring) * E + o, b_new, inside)
+        b_next = b_kept
+        if COUNT > 1:
+            b_next = tl.sum(tl.where(moves_up[:, :, None], b_kept[None, :, :], 0), 1)
+        b_next = tl.where((o_c == COUNT - 1)[:, None], b_new[None, :], b_next.to(b_new.dtype))
+        if VALID:
+            b_kept = tl.where(tl.load(valid_ptr + i_b * T + t) != 0, b_next, b_kept)
+        else:
+            b_kept = b_next
+        if (at + 1) % unit == 0:
+            p_border = borders_ptr + (i_b * (capacity // unit) + at // unit) * COUNT * E
+            tl.store(p_border + o_kept, b_kept, kept)
+    tl.store(p_before, b_kept, kept)
