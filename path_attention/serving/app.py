@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from path_attention.serving.call import Call
 from path_attention.serving.engine import Engine
-from path_attention.serving.guards import Guards, error_response
+from path_attention.serving.guards import REQUEST_ID, Guards, error_response
 from path_attention.serving.page import page_router
 from path_attention.serving.prompts import Prompts
 from path_attention.serving.protocol import ChatBody, CompletionBody, Options, parse
@@ -26,6 +26,7 @@ from path_attention.serving.responses import ChatWriter, CompletionWriter, Whole
 from path_attention.serving.settings import Settings
 
 _ENGINE = "x-path-attention-engine"
+_QUIET = 15.0  # seconds without an event
 _MANY = 100  # tokens whose log-probabilities are written outside of the event loop
 
 
@@ -46,7 +47,7 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=[_ENGINE, "Retry-After"],
+            expose_headers=[_ENGINE, REQUEST_ID, "Retry-After"],
         )
     _handle_errors(app)
     api = _Api(engine, settings)
@@ -200,7 +201,11 @@ async def _events(
     try:
         for n in range(len(writer.prompts) * call.choices if opened else 0):
             yield _event({**writer.opening(n), **more})
-        async for n, piece in call.pieces():
+        async for told in call.pieces_or_waits(_QUIET):
+            if told is None:
+                yield ": waiting\n\n"  # a comment: proxies end what is silent
+                continue
+            n, piece = told
             if piece.finish is not None:
                 lasts[n] = piece
             if len(piece.logprobs) > _MANY:

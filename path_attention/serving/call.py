@@ -37,22 +37,36 @@ class Call:
             try:
                 self._loop.call_soon_threadsafe(self._came.put_nowait, (n, piece))
             except RuntimeError:  # the loop was closed: nobody listens
-                self._tickets[n].cancelled = True
+                for ticket in self._tickets[n : n + 1]:
+                    ticket.cancelled = True
 
         return deliver
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         """(choice, piece) until every choice has ended. Raises `Refused` if one fails."""
+        async for told in self.pieces_or_waits(None):
+            if told is not None:
+                yield told
+
+    async def pieces_or_waits(
+        self, seconds: float | None
+    ) -> AsyncIterator[tuple[int, Piece] | None]:
+        """As `pieces`, and None whenever none has come for so long."""
         left = len(self._tickets) * self.choices
         while left:
-            n, piece = await self._came.get()
+            try:
+                n, piece = await asyncio.wait_for(self._came.get(), seconds)
+            except asyncio.TimeoutError:  # in Python 3.10 a class of its own
+                yield None
+                continue
             if isinstance(piece, Refused):
                 raise piece
             left -= piece.finish is not None
             yield n * self.choices + piece.index, piece
 
     def cancel(self) -> None:
-        """Stop what has not ended."""
+        """Stop what has not ended, and forget the requests, which know this call."""
         for ticket in self._tickets:
             if not ticket.done:
                 self.engine.cancel(ticket)
+        self._tickets = []  # a ring would keep long prompts until all of Python's garbage is sought

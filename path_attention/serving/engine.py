@@ -290,6 +290,7 @@ class Engine:
                 self.measure()
         else:
             self._queue.remove(ticket)
+        ticket.answers = []  # which know their ticket: a ring would outlive the request
         self._tell_sizes()
 
     def _admit_some(self) -> None:

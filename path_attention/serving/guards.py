@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import hmac
 import re
+import uuid
 from typing import Any
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -15,6 +16,7 @@ from path_attention.serving.metrics import Metrics
 from path_attention.serving.request import Refused
 from path_attention.serving.settings import Settings
 
+REQUEST_ID = "x-request-id"
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -32,7 +34,7 @@ class Guards:
     The key is asked for by every POST and by what lies under /v1 and /metrics. A POST must be JSON:
     pages of other origins can't send that without being asked first. The Host header must name this
     server: a page whose own name was made to lead here, which to a browser is then of one origin
-    with it, is refused. Statuses of all responses are counted.
+    with it, is refused. Responses are numbered as OpenAI's are, and counted by status.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
@@ -46,6 +48,7 @@ class Guards:
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID] = f"req_{uuid.uuid4().hex}"
                 self.metrics.responses.labels(str(message["status"])).inc()
             await send(message)
 
@@ -69,9 +72,10 @@ class Guards:
             raise Refused(told, status=431, code="headers_too_large")
 
     def _check_host(self, headers: Headers) -> None:
-        given = headers.get("host", "")
-        name = re.sub(r":\d*$", "", given).lower().removesuffix(".")
-        if "*" not in self._hosts and name not in self._hosts:
+        given = headers.get("host")
+        if given is None or "*" in self._hosts:  # browsers, of which pages make use, tell it always
+            return
+        if re.sub(r":\d*$", "", given).lower().removesuffix(".") not in self._hosts:
             raise Refused(
                 f"this server is not asked for as {given[:80]!r}; --allowed-hosts adds names",
                 status=403, kind="permission_error", code="host_not_allowed",

@@ -106,39 +106,44 @@ class Options(Body):
             raise Refused("return_token_ids: expected with n = 1 only", param="return_token_ids")
 
 
-class TextPart(Body):
-    """A part of a message's content."""
+class Part(Body):
+    """A part of a message's content; of other types than text with fields of theirs."""
+
+    model_config = ConfigDict(extra="allow")
 
     type: str
-    text: str
+    text: str | None = None
+
+    def plain(self) -> str:
+        """Its text. Raises `Refused` on another type."""
+        if self.type != "text":
+            told = f"messages: content of type {self.type[:40]!r} is not supported"
+            raise Refused(told, param="messages")
+        if self.text is None or self.model_extra:
+            raise Refused("messages: expected a content part of type and text", param="messages")
+        return self.text
 
 
 class Message(Body):
     """A turn of a chat."""
 
     role: str
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+    content: str | Annotated[list[Part], Field(fail_fast=True)]
     name: str | None = None
 
     def plain(self) -> dict[str, str]:
         """As chat templates take it. Raises `Refused` on what is no text of a known role."""
         if self.role not in ("system", "developer", "user", "assistant"):
             raise Refused(
-                f"messages: role {self.role!r} is not supported; expected system, developer, user "
-                "or assistant",
+                f"messages: role {self.role[:40]!r} is not supported; expected system, developer, "
+                "user or assistant",
                 param="messages",
             )
         if self.name is not None:
             raise Refused("messages: name is not supported", param="messages")
         content = self.content
         if not isinstance(content, str):
-            wrong = [part.type for part in content if part.type != "text"]
-            if wrong:
-                raise Refused(
-                    f"messages: content of type {wrong[0][:40]!r} is not supported",
-                    param="messages",
-                )
-            content = "".join(part.text for part in content)
+            content = "".join(part.plain() for part in content)
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": content}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from collections.abc import Mapping, Sequence
 
@@ -79,10 +80,15 @@ def draw(probs: Tensor, at: Sequence[float]) -> list[int]:
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
-    """Log-probabilities of tokens by the model's own logits `[T, V]`, before any option."""
+    """Log-probabilities of tokens by the model's own logits `[T, V]`, before any option.
+
+    Raises FloatingPointError on logits that are no numbers.
+    """
     logprobs = logits.double().log_softmax(1)
     index = torch.tensor(tokens, device=logits.device)[:, None]
     own = logprobs.gather(1, index)[:, 0].tolist()
+    if any(map(math.isnan, own)):
+        raise FloatingPointError("logits: expected numbers, got others")
     if not top:
         return [TokenLogprob(t, p) for t, p in zip(tokens, own, strict=True)]
     values, ids = logprobs.topk(min(top, logits.shape[1]), 1)

@@ -365,6 +365,54 @@ def test_events_are_lines_of_json(server) -> None:
     assert all(json.loads(e.removeprefix("data: "))["id"].startswith("cmpl-") for e in events[:-1])
 
 
+def test_a_stream_that_waits_is_not_silent(make, monkeypatch) -> None:
+    """Proxies end what is silent; a comment is no event to clients."""
+    monkeypatch.setattr("path_attention.serving.app._QUIET", 0.05)
+    engine = make(max_rows=1)
+    with serve(engine) as address, openai.OpenAI(base_url=f"{address}/v1", api_key="x") as client:
+        first = Asked(engine, make_ids(3), 4000)
+        wait_for(lambda: bool(engine.running))
+        options = {"model": NAME, "prompt": "a", "max_tokens": 2, "stream": True}
+        with httpx.stream("POST", f"{address}/v1/completions", json=options, timeout=60) as answer:
+            lines = answer.iter_lines()
+            assert [next(lines) for _ in range(4)] == [": waiting", ""] * 2
+            stream = client.completions.create(**options)
+            time.sleep(0.2)
+            engine.cancel(first.ticket)
+            assert list(lines)[-2] == "data: [DONE]"
+        assert sum(chunk.choices[0].finish_reason == "length" for chunk in stream) == 1
+
+
+def test_responses_are_numbered(client, server) -> None:
+    first, second = (client.completions.create(model=NAME, prompt="a") for _ in range(2))
+    assert first._request_id.startswith("req_") and first._request_id != second._request_id
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.completions.create(model="none", prompt="a")
+    assert missing.value.request_id.startswith("req_")
+
+
+def test_texts_are_encoded_one_at_a_time(tokenizer, monkeypatch) -> None:
+    """Threads of the server share a tokenizer, which need not be for several."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from path_attention.serving import prompts as module
+
+    encode, inside, most = module.encode_prompt, [], []
+
+    def slow(*args):
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.02)
+        inside.pop()
+        return encode(*args)
+
+    monkeypatch.setattr(module, "encode_prompt", slow)
+    prompts = module.Prompts(tokenizer)
+    with ThreadPoolExecutor(4) as pool:
+        assert len(set(map(tuple, pool.map(prompts.encode, "abcdefgh")))) == 8
+    assert most == [1] * 8
+
+
 def test_any_other_model_is_served_through_generate(tokenizer) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -44,7 +44,9 @@ def refused(answer: httpx.Response, status: int, param: str | None = None) -> di
         ("messages", []), ("messages", "a"), ("messages", [{"role": "tool", "content": "a"}]),
         ("messages", [{"role": "user"}]), ("messages", [{"role": "user", "content": 3}]),
         ("messages", [{"role": "user", "content": "a", "name": "b"}]),
-        ("messages", [{"role": "user", "content": [{"type": "image_url", "text": "a"}]}]),
+        ("messages", [{"role": "user", "content": [{"type": "text"}]}]),
+        ("messages", [{"role": "user", "content": [{"type": "text", "text": "a", "b": 1}]}]),
+        ("messages", [{"role": "user", "content": [{"text": "a"}]}]),
         ("return_token_ids", 1), ("user", 3),
     ],
 )  # fmt: skip
@@ -110,6 +112,23 @@ def test_fields_that_ask_for_what_is_done_anyway(server, path, field, value, wro
     answer = httpx.post(url, json={**body, "max_tokens": 1, field: value})
     assert answer.status_code == 200, answer.text
     refused(httpx.post(url, json={**body, "max_tokens": 1, field: wrong}), 400, field)
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "image_url"),
+        ({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}, "input_audio"),
+        ({"role": "tool", "content": "a"}, "'tool'"),
+        ({"role": "tool", "content": "a", "tool_call_id": "b"}, "tool_call_id"),
+        ({"role": "assistant", "content": "a", "tool_calls": [{"id": "b"}]}, "tool_calls"),
+        ({"role": "assistant", "content": "a", "function_call": {}}, "function_call"),
+    ],
+)  # fmt: skip
+def test_what_messages_cannot_hold_is_named(server, message: dict, told: str) -> None:
+    body = {**CHAT, "messages": [*CHAT["messages"], message]}
+    error = refused(httpx.post(f"{server[0]}/v1/chat/completions", json=body), 400)
+    assert told in error["message"] and error["param"].startswith("messages")
 
 
 def test_the_best_of_as_many(server) -> None:

@@ -242,6 +242,18 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(make, lookup_tokens
     assert two.came.empty() and gauge(engine, "requests_total", outcome="error") == 1
 
 
+def test_a_prompt_without_log_probabilities_fails(make) -> None:
+    """NaN is no JSON: the request is told so, not a stream that breaks off."""
+    import copy
+
+    model = copy.deepcopy(make_model())
+    with torch.no_grad():
+        model.lm_head.weight[9] = math.nan
+    engine = make(model, prefix_bytes=0)
+    with pytest.raises(Refused, match="the engine failed: FloatingPointError"):
+        Asked(engine, make_ids(6), 0, logprobs=1, prompt_logprobs=True).wait()
+
+
 def test_an_engine_that_cannot_go_on_says_so_to_all(make, monkeypatch) -> None:
     """After an error that comes again when caches are released, as of a device that is lost."""
     engine = make(max_rows=1)

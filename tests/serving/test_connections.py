@@ -95,6 +95,13 @@ def test_a_name_that_was_made_to_lead_here_is_refused(server, name: str) -> None
     assert answer.status_code == 403
 
 
+def test_what_names_no_host_is_no_page(server) -> None:
+    """As load balancers ask for a health by HTTP/1.0."""
+    with connect(server[0]) as wire:
+        wire.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        assert read(wire).startswith(b"HTTP/1.1 200 ")
+
+
 def test_names_can_be_added(server) -> None:
     with serve_beside(server[1], allowed_hosts=("Chat.example",)) as address:
         for name, status in (("chat.example:443", 200), ("other.example", 403), ("localhost", 200)):

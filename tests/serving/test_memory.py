@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 import time
+import weakref
 from pathlib import Path
 
+import httpx
 import pytest
-from small_server import Asked, gauge, make_ids, wait_for
+from small_server import Asked, gauge, make_ids, serve, wait_for
 
 from path_attention.serving import engine as engine_module
 from path_attention.serving.memory import give_back
@@ -47,7 +51,12 @@ def test_it_rests_once_and_never_while_it_works(make, monkeypatch) -> None:
     given: list[int] = []
     monkeypatch.setattr(engine_module, "_REST", 0.1)
     engine = make(prefix_bytes=0)
-    monkeypatch.setattr(engine_module, "give_back", lambda: given.append(len(engine.running)))
+
+    def note() -> None:
+        if threading.current_thread() is engine._thread:  # not of another test's server
+            given.append(len(engine.running))
+
+    monkeypatch.setattr(engine_module, "give_back", note)
     assert engine.wait_for_rest(20)
     given.clear()
     Asked(engine, make_ids(3), 150).wait()
@@ -58,8 +67,6 @@ def test_it_rests_once_and_never_while_it_works(make, monkeypatch) -> None:
 
 def test_nothing_of_an_answer_outlives_it(make) -> None:
     """Tickets, answers, caches and pieces: none is left behind, however requests end."""
-    import gc
-
     from path_attention.models.cache import PathAttentionCacheLayer
     from path_attention.serving.answer import Answer, Ticket
 
@@ -80,3 +87,30 @@ def test_nothing_of_an_answer_outlives_it(make) -> None:
         wait_for(lambda: not engine.running and not gauge(engine, "queue_length"))
     del asked, one
     assert alive() <= before
+
+
+def test_requests_are_gone_before_garbage_is_sought(make, monkeypatch) -> None:
+    """Prompts take megabytes, and Python seeks rings seldom where most objects live long."""
+    engine, seen = make(prefix_bytes=0), []
+    submit = engine.submit
+
+    def note(request):
+        ticket = submit(request)
+        seen.append(weakref.ref(ticket))
+        return ticket
+
+    monkeypatch.setattr(engine, "submit", note)
+    body = {"model": "path-attention", "prompt": make_ids(9), "max_tokens": 5, "n": 2}
+    with serve(engine) as address:
+        gc.disable()
+        try:
+            for more in ({}, {"stream": True}, {"max_tokens": 2000, "stream": True}):
+                url = f"{address}/v1/completions"
+                with httpx.stream("POST", url, json={**body, **more}, timeout=60) as answer:
+                    if more.get("max_tokens"):
+                        next(answer.iter_lines())
+                    else:
+                        answer.read()
+            wait_for(lambda: len(seen) == 3 and not any(ref() for ref in seen))
+        finally:
+            gc.enable()
