@@ -134,14 +134,28 @@ def load_pretrained(source: str | Path, dtype: torch.dtype = torch.float32) -> P
 
 def load_teacher_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer that comes with a model. Raises ValueError if there is none."""
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     where, more = _locate(source)
     try:
-        return AutoTokenizer.from_pretrained(where, **more)
+        tokenizer = AutoTokenizer.from_pretrained(where, **more)
+        if more:
+            name_special_tokens(tokenizer, AutoConfig.from_pretrained(where, **more))
+        return tokenizer
     except Exception as error:  # hub, file and parser errors alike
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"MODEL: {str(source)!r} has no tokenizer: {reason}") from error
+
+
+def name_special_tokens(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
+    """Give a tokenizer the begin, end and padding that its model's configuration has.
+
+    transformers 5.17 takes a GGUF file's beginning of text for its end, and no padding.
+    """
+    for kind in ("bos_token", "eos_token", "pad_token"):
+        number = getattr(config, f"{kind}_id", None)
+        if isinstance(number, int):
+            setattr(tokenizer, kind, tokenizer.convert_ids_to_tokens(number))
 
 
 def _locate(source: str | Path) -> tuple[str, dict[str, str]]:

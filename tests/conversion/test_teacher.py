@@ -11,6 +11,7 @@ from path_attention.conversion.teacher import (
     as_teacher,
     copy_model,
     load_teacher,
+    load_teacher_tokenizer,
     student_config,
     teacher_config,
 )
@@ -133,3 +134,24 @@ def test_unknown_architectures_and_targets_are_refused(tmp_path) -> None:
         teacher_config(student_config(config, "path"))
     with pytest.raises(ValueError, match="can't be loaded"):
         load_teacher(tmp_path / "nowhere")
+
+
+def test_a_gguf_tokenizer_gets_the_special_tokens_of_its_model(monkeypatch, corpora) -> None:
+    """What transformers 5.17 makes of a GGUF file: its end of text is its beginning."""
+    from transformers import AutoConfig, AutoTokenizer, LlamaConfig
+
+    tokenizer = corpora[0].tokenizer()
+    first, other = tokenizer.convert_ids_to_tokens([0, 1])
+    tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = first, first, None
+    asked = []
+
+    def config(*where, **more):
+        asked.append((*where, more))
+        return LlamaConfig(bos_token_id=0, eos_token_id=1, pad_token_id=None)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *where, **more: tokenizer)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", config)
+    assert load_teacher_tokenizer("models/small.gguf") is tokenizer
+    assert asked == [("models", {"gguf_file": "small.gguf"})]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token) == (0, 1, None)
+    assert tokenizer.eos_token == other
