@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from path_attention.nn.cache_storage import Buffers, sums_behind
-from path_attention.nn.cache_units import GROUP, products_behind
+from path_attention.nn.cache_units import GROUP
 from path_attention.ops.decode import DecodeState, KeyGroup, Past
-from path_attention.ops.transport import chunk_transport
+from path_attention.ops.transport import chunk_transport, products_behind
 
 INPUTS = ("k", "v", "w", "beta", "log_forget", "valid")  # of a token, as a tail names them
 

@@ -22,7 +22,7 @@ from path_attention.nn.cache_storage import (
 )
 from path_attention.nn.encoding import Chunk
 from path_attention.ops.linear import linear_attention
-from path_attention.ops.transport import chunk_transport
+from path_attention.ops.transport import chunk_transport, identity, products_behind
 
 KEPT = 64  # the last tokens that stay as they came, however full the tail is
 GROUP = 16  # units of a group
@@ -467,21 +467,6 @@ def memory(caches: Iterable[SealedUnits]) -> int:
     """Bytes that caches hold, what they share counted once."""
     storages = (x.untyped_storage() for cache in caches for x in cache.tensors())
     return sum({x.data_ptr(): x.nbytes() for x in storages}.values())
-
-
-def identity(like: Tensor) -> Tensor:
-    """Unit matrices of the shape of `like` `[…, D, D]`."""
-    return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device).expand_as(like)
-
-
-def products_behind(transitions: Tensor) -> tuple[Tensor, Tensor]:
-    """Products P_{n+1} ⋯ P_last behind each of `[B, units, H, D, D]`, and P_first ⋯ P_last."""
-    products, reach = transitions, 1  # of `reach` matrices each, or all that are left
-    while reach < transitions.shape[1]:
-        further = products[:, :-reach] @ products[:, reach:]
-        products, reach = torch.cat([further, products[:, -reach:]], 1), 2 * reach
-    unit = identity(products[:, :1])
-    return torch.cat([products[:, 1:], unit], 1), products[:, 0]
 
 
 def _carried(table: Tensor | None, groups: int, start: Tensor, total: Tensor) -> Tensor:

@@ -38,24 +38,37 @@ def chunk_transport(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tens
         return _Transport.apply(*(x.to(dtype) for x in (q, k, w, beta)))
 
 
-def _has_kernel(k: Tensor, w: Tensor) -> bool:
-    """Whether a chunk is short enough for the one launch of a GPU that can."""
+def products_behind(transitions: Tensor) -> tuple[Tensor, Tensor]:
+    """Products P_{n+1} ⋯ P_last behind each of `[B, units, H, D, D]`, and P_first ⋯ P_last."""
+    products, reach = transitions, 1  # of `reach` matrices each, or all that are left
+    while reach < transitions.shape[1]:
+        further = products[:, :-reach] @ products[:, reach:]
+        products, reach = torch.cat([further, products[:, -reach:]], 1), 2 * reach
+    return torch.cat([products[:, 1:], identity(products[:, :1])], 1), products[:, 0]
+
+
+def identity(like: Tensor) -> Tensor:
+    """Unit matrices of the shape of `like` `[…, D, D]`."""
+    return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device).expand_as(like)
+
+
+def _has_kernel(k: Tensor) -> bool:
+    """Whether it is for the kernels of a GPU that can."""
     if k.device.type != "cuda" or k.dtype == torch.float64:
         return False
-    from path_attention.ops.triton.device import device_lacks
+    from path_attention.ops.triton.device import device_lacks, largest_head_size
 
-    if device_lacks(k.device.type, k.device.index) is not None:
+    kind, index = k.device.type, k.device.index
+    if device_lacks(kind, index) is not None:
         return False
-    from path_attention.ops.triton.transport import LONGEST
-
-    return w.shape[1] <= LONGEST and k.shape[3] <= 256
+    return k.shape[3] <= largest_head_size(kind, index, torch.float16)
 
 
 class _Transport(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
         B, _, H, D = k.shape
-        if _has_kernel(k, w):
+        if _has_kernel(k):
             from path_attention.ops.triton.transport import triton_transport
 
             ctx.save_for_backward(q, k, w, beta)

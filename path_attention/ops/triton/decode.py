@@ -18,6 +18,7 @@ import triton
 from torch import Tensor
 
 from path_attention.ops.decode import KeyGroup, Past, by_key_head
+from path_attention.ops.triton import call
 from path_attention.ops.triton.call import either
 from path_attention.ops.triton.decode_kernels import merge_kernel, units_kernel
 from path_attention.ops.triton.tiles import padded
@@ -26,6 +27,7 @@ _CPU_SPLITS = 3  # of the interpreter, where there is nothing to fill
 _MERGED = 64  # parts at once, at most
 _FILLED = 0.95  # of the best use of places
 _MOVED_AT_ONCE = 2**24  # elements of rows at groups' ends
+_SCRATCH = 24 * 2**10  # bytes of shared memory besides rows, a unit's matrix and buffers
 
 
 class Tiles(NamedTuple):
@@ -48,6 +50,29 @@ def choose_tiles(width: int, rows: int, itemsize: int) -> Tiles:
     bytes_of_a_token = 2 * width * itemsize
     keys = 128 if bytes_of_a_token <= 256 else 64 if bytes_of_a_token <= 512 else 32
     return Tiles(rows, keys, 3 if bytes_of_a_token <= 1024 else 2, 4, 2)
+
+
+def fit_tiles(tiles: Tiles, width: int, group: KeyGroup, heads: int, device: torch.device) -> Tiles:
+    """Tiles that a device's shared memory has room for, with `heads` query heads a key head."""
+    itemsize = group.keys.itemsize
+    room = call._shared_memory(device) - _SCRATCH
+    if group.suffix is not None:
+        room -= width * width * max(2, itemsize)
+    gates = 4 if group.decay is not None and heads > 1 else 0  # a tile of rows and keys of its own
+    while True:
+        stage = tiles.keys * (2 * width * itemsize + gates * tiles.rows)
+        if room >= 4 * width * tiles.rows + stage * (tiles.stages - 1):
+            return tiles
+        if tiles.stages > 2:
+            tiles = tiles._replace(stages=tiles.stages - 1)
+        elif tiles.keys > 32:
+            tiles = tiles._replace(keys=tiles.keys // 2)
+        elif tiles.stages > 1:
+            tiles = tiles._replace(stages=1)
+        elif tiles.rows > 16:
+            tiles = tiles._replace(rows=tiles.rows // 2)
+        else:
+            return tiles
 
 
 @lru_cache
@@ -124,7 +149,10 @@ def triton_decode(
     every = [*([] if past.tail is None else [past.tail]), *past.groups]
     (B, T, HQ, D), (H, DV) = q.shape, every[0].values.shape[2:]
     width, count = max(padded(D), padded(DV)), T * (HQ // H)
-    tiles = [choose_tiles(width, count, group.keys.itemsize) for group in every]
+    tiles = [
+        fit_tiles(choose_tiles(width, count, x.keys.itemsize), width, x, HQ // H, q.device)
+        for x in every
+    ]
     longest, t = max(zip((g.keys.shape[1] for g in every), tiles, strict=True))
     programs = B * H * triton.cdiv(count, t.rows)
     rows = make_rows(q, H, DV, choose_splits(programs, longest, t, q.device))

@@ -133,9 +133,12 @@ def units_kernel(
                     b_s = tl.dot(b_low, tl.trans(b_k), b_s)
                 b_s *= scale2
                 if GATE:
-                    p_decay = decay_ptr + stored * stride_cb + head[:, None] * stride_ch
-                    p_decay += o_j.to(tl.int64)[None, :] * stride_ct
-                    b_decay = tl.load(p_decay, inside[:, None] & seen[None, :], other=0.0)
+                    p_decay = decay_ptr + stored * stride_cb + o_j.to(tl.int64) * stride_ct
+                    if G == 1:
+                        b_decay = tl.load(p_decay + i_h * stride_ch, seen, other=0.0)[None, :]
+                    else:
+                        p_heads = p_decay[None, :] + head[:, None] * stride_ch
+                        b_decay = tl.load(p_heads, inside[:, None] & seen[None, :], other=0.0)
                     b_s += (b_start[:, None] + b_decay) * LOG2_E
                 shown = seen
                 if VALID:
