@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from path_attention.ops.triton.device import shared_memory
+from path_attention.ops.triton.device import has_warpgroups, shared_memory
 from path_attention.ops.triton.grid import Grid, make_grid
 from path_attention.ops.triton.tiles import Tiles, choose_tiles
 
@@ -76,9 +76,8 @@ def make_call(q, k, v, w, beta, log_forget, lengths: Tensor | None) -> Call:
     grid = make_grid((T,) * B if lengths is None else tuple(lengths.tolist()), q.device)
     transport = w is not None
     operand = operand_of(q, w)
-    tiles = choose_tiles(
-        D, DV, operand, transport, log_forget is not None, _shared_memory(q.device)
-    )
+    memory, warpgroups = _shared_memory(q.device), _has_warpgroups(q.device)
+    tiles = choose_tiles(D, DV, operand, transport, log_forget is not None, memory, warpgroups)
     return Call(
         token_rows(q),
         token_rows(k),
@@ -99,6 +98,10 @@ def _shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 227 * 1024
     return shared_memory(device.index)
+
+
+def _has_warpgroups(device: torch.device) -> bool:
+    return device.type == "cuda" and has_warpgroups(device.index)
 
 
 def either(x: Tensor | None, default: Tensor) -> Tensor:

@@ -34,6 +34,15 @@ def shared_memory(index: int | None) -> int:
     return torch.cuda.get_device_properties(index).shared_memory_per_block_optin
 
 
+def has_warpgroups(index: int | None) -> bool:
+    """Whether the main loops run by Hopper's kernels: compute capability 9.0, where asked for.
+
+    They have passed an emulator's tests and no GPU's yet, so `PATH_ATTENTION_HOPPER=1` asks.
+    """
+    asked = os.environ.get("PATH_ATTENTION_HOPPER") == "1"
+    return asked and torch.cuda.get_device_capability(index) == (9, 0)
+
+
 @torch.compiler.assume_constant_result
 def largest_head_size(kind: str, index: int | None, dtype: torch.dtype) -> int:
     """The largest D and DV whose tiles fit a device's shared memory."""

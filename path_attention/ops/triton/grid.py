@@ -62,6 +62,7 @@ class Grid:
         blocks: int32 `[count, 4]`: first token's row, valid rows, index in its sequence, sequence.
         sequences: int32 `[n, 2 + 3·levels]`: blocks, first block, then for each level where its
             queries, its keys and its transitions start.
+        pairs: int32 `[n]`, the first block of each pair of neighbours; the last may stand alone.
         positions: int64 `[tokens]`, each token's place among the padded rows of all blocks.
         levels: at which some pair of units meets.
         queries, keys: blocks that all levels store.
@@ -70,6 +71,7 @@ class Grid:
 
     blocks: Tensor
     sequences: Tensor
+    pairs: Tensor
     positions: Tensor
     count: int
     levels: int
@@ -105,5 +107,6 @@ def make_grid(lengths: tuple[int, ...], device: torch.device) -> Grid:
     table = torch.tensor(rows, dtype=torch.int32)
     offset = torch.arange(BLOCK)
     positions = (torch.arange(first)[:, None] * BLOCK + offset)[offset < valid[:, None]]
-    tables = (x.to(device) for x in (blocks, table, positions))
+    pairs = (index % 2 == 0).nonzero().flatten().to(torch.int32)
+    tables = (x.to(device) for x in (blocks, table, pairs, positions))
     return Grid(*tables, first, levels, queries, keys, nodes)

@@ -1,7 +1,8 @@
 """Queries meet the keys of the left units: the main loops, forward and backward.
 
 docs/algorithm.md §3, §4. Inside a level this is plain attention without a mask, given what the tree
-has moved (`move.py`). The rows of a level that a transition carried on give its gradient.
+has moved (`move.py`). The rows of a level that a transition carried on give its gradient. Each loop
+has two launches, which take and give the same: here for any GPU, in `hopper.py` for Hopper.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ def meet(
     c: Call, moved: Moved, ranges: Tensor, softmax: Softmax, out: Tensor, low: Tensor | None, lse
 ) -> None:
     """Take every left unit into the softmax begun; write out, its low part and lse."""
+    if c.tiles.hopper:
+        _hopper().meet(c, moved, ranges, softmax, out, low, lse)
+        return
     t, grid = c.tiles, c.grid
     meet_fwd_kernel[(grid.count, c.H * c.G)](
         stored(moved.queries, c.q, t.DP, 64), stored(moved.keys, c.k, t.DP, t.forward_keys),
@@ -70,15 +74,18 @@ def meet_backward(c: Call, moved: Moved, ranges: Tensor, top: Top) -> Partial:
     )
     if solved is None or moved.queries is None or moved.keys is None:
         nothing = c.empty(1)
-        _queries_backward(c, moved, ranges, top, partial, nothing)
-        _keys_backward(c, moved, ranges, top, partial, nothing, nothing)
+        queries_backward(c, moved, ranges, top, partial, nothing)
+        keys_backward(c, moved, ranges, top, partial, nothing, nothing)
         return partial
     # What a level's queries, and then its keys, get from the levels above; scales of the latter.
     arriving = c.empty(max(moved.queries.numel(), moved.keys.numel()), dtype=c.operand)
     undo = c.empty(H, max(1, grid.keys))
-    _queries_backward(c, moved, ranges, top, partial, arriving)
+    queries_stage, keys_stage = queries_backward, keys_backward
+    if t.hopper_backward:
+        queries_stage, keys_stage = _hopper().queries_backward, _hopper().keys_backward
+    queries_stage(c, moved, ranges, top, partial, arriving)
     _sum_transitions(c, arriving, moved.queries, undo, partial.transitions, right=False)
-    _keys_backward(c, moved, ranges, top, partial, arriving, undo)
+    keys_stage(c, moved, ranges, top, partial, arriving, undo)
     _sum_transitions(c, moved.keys, arriving, undo, partial.transitions, right=True)
     for level in range(grid.levels - 1, 1, -1):
         tree_bwd_kernel[(blocks, H, (DP // 64) ** 2)](
@@ -86,6 +93,13 @@ def meet_backward(c: Call, moved: Moved, ranges: Tensor, top: Top) -> Partial:
             DP=DP, DC=64, OPERAND=c.kernel_operand, num_warps=t.tree_warps,
         )  # fmt: skip
     return partial
+
+
+def _hopper():
+    """Its module, loaded where it is used: Gluon is experimental, and others need none of it."""
+    from path_attention.ops.triton import hopper
+
+    return hopper
 
 
 def _options(c: Call) -> dict:
@@ -97,7 +111,8 @@ def _counts(c: Call) -> tuple[int, ...]:
     return c.grid.count, c.grid.queries, c.grid.keys, c.grid.nodes, c.grid.levels
 
 
-def _queries_backward(c: Call, moved, ranges, top: Top, partial: Partial, arriving) -> None:
+def queries_backward(c: Call, moved, ranges, top: Top, partial: Partial, arriving: Tensor) -> None:
+    """Gradients of the queries; what arrives at a level from those above it, to be summed."""
     t = c.tiles
     queries_bwd_kernel[(c.grid.count, c.H * c.G)](
         stored(moved.queries, c.q, t.DP, 64), stored(moved.keys, c.k, t.DP, t.backward_keys),
@@ -109,7 +124,10 @@ def _queries_backward(c: Call, moved, ranges, top: Top, partial: Partial, arrivi
     )  # fmt: skip
 
 
-def _keys_backward(c: Call, moved, ranges, top: Top, partial: Partial, arriving, undo) -> None:
+def keys_backward(
+    c: Call, moved, ranges, top: Top, partial: Partial, arriving: Tensor, undo: Tensor
+) -> None:
+    """Gradients of keys and values; what arrives at a level, scaled, and what undoes that."""
     t = c.tiles
     rows = t.backward_queries
     keys_bwd_kernel[(c.grid.count, c.H)](

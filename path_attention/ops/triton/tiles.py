@@ -20,6 +20,7 @@ class Tiles:
         D, DV: head sizes; DP, DVP: padded to 64, 128 or 256 (tiles 16 wide gave wrong results on
             sm_90).
         transport, gate: compiled in or out.
+        hopper, hopper_backward: the main loops by `hopper.py`; hopper_keys: its keys a step.
         registers: of the backward loops, at most: 168 let three programs share a multiprocessor.
         forward_keys: keys a step of the forward loop; backward_keys, backward_queries: of the two
             backward loops.
@@ -48,6 +49,9 @@ class Tiles:
     block_warps: int
     local_warps: int
     block_bwd_warps: int
+    hopper: bool
+    hopper_backward: bool
+    hopper_keys: int
 
 
 def padded(size: int) -> int:
@@ -56,9 +60,18 @@ def padded(size: int) -> int:
 
 
 def choose_tiles(
-    D: int, DV: int, dtype: torch.dtype, transport: bool, gate: bool, shared_memory: int
+    D: int,
+    DV: int,
+    dtype: torch.dtype,
+    transport: bool,
+    gate: bool,
+    shared_memory: int,
+    warpgroups: bool,
 ) -> Tiles:
-    """The tiles for head sizes D, DV, the kernels' operand dtype and a device's shared memory."""
+    """The tiles for head sizes D, DV, the kernels' operand dtype and a device's shared memory.
+
+    warpgroups: `hopper.py`'s kernels can run there.
+    """
     DP, DVP = padded(D), padded(DV)
     wide = max(DP, DVP)
     single = dtype == torch.float32
@@ -92,4 +105,7 @@ def choose_tiles(
         block_warps=warps,
         local_warps=warps,
         block_bwd_warps=warps,
+        hopper=warpgroups and wide <= 128 and not single,
+        hopper_backward=warpgroups and wide == 128 and not single and transport,
+        hopper_keys=128,
     )

@@ -3,7 +3,8 @@
     python compile_kernels.py 90:64:path_fox:bfloat16:232448 …
 
 Each argument is a compute capability, a head size, an encoding ("stick": the stick-breaking
-kernels; "decode_path_fox" and so on: a step of decoding), a dtype and the shared memory (bytes)
+kernels; "decode_path_fox" and so on: a step of decoding; "prefill_path_fox" and so on: what a chunk
+takes besides the operator), a dtype and the shared memory (bytes)
 that tiles are chosen for. One line of JSON a kernel: its name, shared memory and stack (where
 registers spill to) in bytes, or the compiler's error. A run on CPU tensors, whose launches are
 recorded and not made, says which kernels there are and what they are specialised for. It wants a
@@ -25,18 +26,22 @@ import triton
 from kernel_cases import encoded
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Tiled
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from path_attention.ops.decode import DecodeState
+from path_attention.ops.decode import DecodeState, KeyGroup, Past
 from path_attention.ops.triton import (
     call,
     decode,
+    hopper,
     meet,
     move,
     operator,
     ranges,
     step,
     stick_breaking,
+    transport,
 )
 
 TYPES = {
@@ -78,16 +83,18 @@ def source(kernel, args: tuple, kwargs: dict) -> ASTSource:
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = "*" + TYPES[value.dtype]
             attributes[(n,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, TensorDescriptor):
-            shape = list(value.block_shape)
-            signature[parameter.name] = f"tensordesc<{TYPES[value.base.dtype]}{shape}>"
+        elif isinstance(value, TensorDescriptor | Tiled):
+            shape = f"{TYPES[value.base.dtype]}{list(value.block_shape)}"
+            layout = f",{value.layout!r}" if isinstance(value, Tiled) else ""
+            signature[parameter.name] = f"tensordesc<{shape}{layout}>"
         elif isinstance(value, float):
             signature[parameter.name] = "fp32"
         else:
             signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
             if value % 16 == 0 and not parameter.do_not_specialize:
                 attributes[(n,)] = [["tt.divisibility", 16]]
-    return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    kind = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    return kind(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
 
 
 def stack(binary: bytes) -> int:
@@ -117,10 +124,35 @@ def launches(D: int, encoding: str, dtype: torch.dtype, shared_memory: int, seen
         state = DecodeState.make(k, v, 4, 16384, 8 * D, **kinds)
         step.triton_decode_step(state, q, k, v, w, beta, gate, None, 0.1)
         return
+    if encoding.startswith("prefill_"):
+        prefill(D, encoding.removeprefix("prefill_"), dtype)
+        return
+    warpgroups = encoding.startswith("hopper_")
+    call._has_warpgroups = lambda device: warpgroups
+    encoding = encoding.removeprefix("hopper_")
     x = encoded(encoding, 512, heads=(4, 2), size=(D, D))
     x = [*x.to(dtype)[:3], *x[3:]]
     out, *rest = operator._forward(*x, 0.1, None, False)
     operator._backward(out, None, *x, out, *rest, 0.1, None)
+
+
+def prefill(D: int, encoding: str, dtype: torch.dtype) -> None:
+    """A chunk of 512 tokens on top of a unit and a tail; what its tokens record."""
+    q, k, v, w, beta, gate = encoded(encoding, 512, heads=(4, 2), size=(D, D))
+    q, k, v = (y.to(dtype) for y in (q, k, v))
+    suffix = transition = None
+    if w is not None:
+        q, *_ = transport.triton_transport(q.float(), k.float(), w, beta)
+        transition = q.new_empty(1, 2, D, D)
+        suffix = transition[:, None]
+    total = None if gate is None else gate[:, 0]
+    fade = None if total is None else total[:, None]
+    unit = KeyGroup(k, v, suffix=suffix, decay=gate, unit_decay=fade, after=transition)
+    tail = KeyGroup(k[:, :64], v[:, :64], decay=None if gate is None else gate[:, :64])
+    decode.triton_decode(q, Past((unit,), tail, transition, total), 0.1, gate)
+    state = DecodeState.make(k, v, 4, 1024, 512, moves=False, fades=False)
+    kept = torch.empty(1, 2, D), torch.empty(1, state.ring_size, D), torch.empty(1, 2, 2, D)
+    step.triton_record_step(state, kept[0], *kept, None)
 
 
 def main() -> None:
@@ -129,9 +161,11 @@ def main() -> None:
     record(step, seen)
     record(move, seen)
     record(meet, seen)
+    record(hopper, seen)
     record(operator, seen)
     record(ranges, seen)
     record(stick_breaking, seen)
+    record(transport, seen)
     for spec in sys.argv[1:]:
         capability, D, encoding, dtype, shared_memory = spec.split(":")
         seen.clear()

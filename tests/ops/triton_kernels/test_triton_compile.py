@@ -149,6 +149,34 @@ def test_devices_with_little_shared_memory(capability, D):
     check(capability, D, "path_fox")
 
 
+# --- Hopper's main loops --------------------------------------------------------------------------
+
+HOPPER = {"meet_fwd_kernel", "queries_bwd_kernel", "keys_bwd_kernel"}
+
+
+@pytest.mark.parametrize(
+    ("D", "encoding"),
+    [
+        (128, "path_fox"),
+        pytest.param(128, "path", marks=pytest.mark.slow),
+        pytest.param(64, "path_fox", marks=pytest.mark.slow),
+        pytest.param(128, "fox", marks=pytest.mark.slow),
+    ],
+)
+def test_hopper(D, encoding):
+    rows = {row["kernel"]: row for row in kernels(90, D, f"hopper_{encoding}")}
+    whole = D == 128 and encoding.startswith("path")
+    replaced = HOPPER if whole else {"meet_fwd_kernel"}
+    assert not replaced & set(rows)
+    # Of the keys' kernel what lives from level to level spills, nothing inside a level's loop.
+    stack = {"queries_bwd_hopper_kernel": 24, "keys_bwd_hopper_kernel": 320}
+    for name in replaced:
+        row = rows[name.replace("_kernel", "_hopper_kernel")]
+        assert "error" not in row, row
+        assert row["shared"] <= SHARED_MEMORY[90]
+        assert row["stack"] <= stack.get(row["kernel"], 0), row
+
+
 # --- Stick-breaking attention --------------------------------------------------------------------
 
 STICK = {"stick_fwd_kernel", "stick_queries_bwd_kernel", "stick_keys_bwd_kernel"}
@@ -220,3 +248,37 @@ def test_decode(capability):
 )
 def test_decode_of_other_sizes(capability, D, encoding, dtype, stack):
     check_decode(capability, D, encoding, dtype, stack)
+
+
+PREFILL = {"units_kernel", "merge_kernel", "record_kernel"}
+
+
+def check_prefill(capability: int, D: int, encoding: str, dtype: str, stack: int) -> None:
+    rows = kernels(capability, D, f"prefill_{encoding}", dtype)
+    more = {"solve_kernel", "walk_kernel"} if "path" in encoding else set()
+    assert {row["kernel"] for row in rows} == PREFILL | more
+    for row in rows:
+        assert "error" not in row, row
+        assert row["shared"] <= SHARED_MEMORY[capability], row
+        assert row["stack"] <= stack, row
+
+
+@pytest.mark.parametrize(("capability", "stack"), [(80, 760), (90, 64), (100, 800)])
+def test_prefill(capability, stack):
+    check_prefill(capability, 64, "path_fox", "bfloat16", stack)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("capability", "D", "encoding", "dtype", "stack"),
+    [
+        (80, 128, "path_fox", "bfloat16", 920),
+        (90, 128, "path_fox", "bfloat16", 420),
+        (90, 256, "path", "bfloat16", 1500),
+        (90, 64, "fox", "float16", 8),
+        (90, 64, "path", "float32", 168),
+        (86, 128, "path", "bfloat16", 1120),
+    ],
+)
+def test_prefill_of_other_sizes(capability, D, encoding, dtype, stack):
+    check_prefill(capability, D, encoding, dtype, stack)

@@ -1,0 +1,69 @@
+"""Hopper's main loops on the GPU they are for. (test_triton_gpu.py, too, runs with them where
+`PATH_ATTENTION_HOPPER=1` is set.)"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_cases import BF16, F16, HARD, call, check, leaves, make, rounded
+from kernel_cases import ENCODINGS, encoded
+from operator_cases import correlated_directions
+
+pytestmark = pytest.mark.gpu
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("these kernels are for compute capability 9.0")
+    monkeypatch.setenv("PATH_ATTENTION_HOPPER", "1")
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("size", [(128, 128), (64, 64), (128, 64), (96, 128)], ids=str)
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_encodings(encoding, size, dtype):
+    check(make(encoding, 500, dtype, size=size))
+
+
+@pytest.mark.parametrize("T", [64, 65, 128, 191, 192, 1000, 4096])
+def test_lengths(T):
+    check(make("path_fox", T, size=(128, 128), heads=(2, 1)))
+
+
+def test_packed():
+    borders = torch.tensor([0, 1, 64, 65, 330, 330, 1354, 2000], dtype=torch.int32)
+    check(make("path_fox", 2000, size=(128, 128)), cu_seqlens=borders)
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_hard(gate):
+    x = encoded("path_fox" if gate else "path", 600, heads=(4, 2), size=(128, 128))
+    assert x.w is not None and x.beta is not None
+    w = correlated_directions(tuple(x.w.shape), cosine=0.7)
+    check(rounded(x._replace(w=w, beta=1.9 + 0.05 * x.beta), BF16), HARD)
+
+
+@pytest.mark.parametrize("encoding", ["path", "path_fox", "fox"])
+def test_gradients_repeat(encoding):
+    x = leaves(make(encoding, 3000, size=(128, 128)))
+    first = torch.autograd.grad(call(*x).square().sum(), x)
+    for _ in range(20):
+        again = torch.autograd.grad(call(*x).square().sum(), x)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.slow
+def test_a_thousand_shapes_without_a_hang():
+    """Beside the portable kernels, in a process that is given a minute for each hundred."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])}
+    for start in range(0, 1000, 100):
+        command = [sys.executable, str(HERE / "hopper_shapes.py"), str(start), str(start + 100)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
