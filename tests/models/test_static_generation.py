@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from path_attention.models import StaticPathCache
+from path_attention.models import StaticPathCache, crop_cache, fork_cache
 from path_attention.models.cache import CACHE_NAME, cache_bytes
 
 pytest.importorskip("triton")
@@ -36,6 +36,33 @@ def test_beams(make_model):
     prompt = prompts()[1:, :7]
     fixed = model.generate(prompt, cache_implementation="static", **options)
     assert torch.equal(fixed, model.generate(prompt, **options))
+
+
+@pytest.mark.parametrize("preset", ["path_fox", "rotation_learned"])
+def test_drafts_are_taken_back(make_model, preset):
+    """Of a lookup in the prompt, and of a smaller model: most are wrong, and cropped."""
+    model = make_model(preset)
+    options = {"max_new_tokens": 4, "do_sample": False}
+    prompt = prompts()[1:].repeat(1, 2)
+    grown = model.generate(prompt, **options)
+    draft = make_model("nope", num_hidden_layers=1)
+    for drafts in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": draft}):
+        fixed = model.generate(prompt, cache_implementation="static", **drafts, **options)
+        assert torch.equal(fixed, grown)
+
+
+def test_forked_and_cropped_as_one_that_grows(make_model):
+    model = make_model("path_fox")
+    cache, ids = StaticPathCache(model.config, 128), prompts()[1:]
+    with torch.no_grad():
+        model(ids, **{CACHE_NAME: cache})
+        model(ids[:, :2], **{CACHE_NAME: cache})
+        other = fork_cache(cache)
+        crop_cache(other, 18)
+        got = model(ids[:, 18:], **{CACHE_NAME: other}).logits
+        whole = model(ids, use_cache=False).logits[:, 18:]
+    torch.testing.assert_close(got, whole, rtol=1e-4, atol=1e-4)
+    assert (cache.get_seq_length(), other.get_seq_length()) == (22, 20)
 
 
 def test_its_size_is_there_from_the_start(make_model):

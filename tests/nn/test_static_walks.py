@@ -120,24 +120,13 @@ class Walk:
             self.append(kept, 1)
 
 
-def check(case: str, seed: int, actions: int) -> None:
+@pytest.mark.parametrize(("seed", "case"), [*enumerate(sorted(CASES))])
+def test_a_walk_agrees_with_recomputation(seed: int, case: str) -> None:
     walk = Walk(case, seed)
     kept = walk.start(rows=1 + seed % 2)
     walk.append(kept, 150, pad=seed % 2 == 1)
     walk.append(kept, 3)
     assert kept.cache.state is not None
     all_kept = [kept]
-    for _ in range(actions):
+    for _ in range(10):
         walk.go(all_kept)
-
-
-@pytest.mark.parametrize(("seed", "case"), [*enumerate(sorted(CASES))])
-def test_a_walk_agrees_with_recomputation(case: str, seed: int) -> None:
-    check(case, seed, actions=10)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", sorted(CASES))
-@pytest.mark.parametrize("seed", [5, 6])
-def test_longer_walks(case: str, seed: int) -> None:
-    check(case, seed, actions=25)

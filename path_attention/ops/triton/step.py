@@ -6,7 +6,7 @@ docs/algorithm.md §5, for a chunk of up to 16 tokens:
   matrix each in float16, and the tail's transition past the chunk;
 - `attend_kernel` splits the sealed units over the device;
 - `tail_kernel`, beside it, attends the tail and the chunk itself; keys of the tail pass the chunk
-  (float32, in place);
+  (float32, in place), whose tokens are also kept as they came, so that they can be taken back;
 - `finish_kernel` merges the parts by log-sum-exp; where a unit became complete, the tail's keys are
   the unit's for ever, and each earlier unit's matrix is carried over it.
 

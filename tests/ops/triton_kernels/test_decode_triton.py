@@ -90,6 +90,11 @@ def test_tails(tail):
     check(make_past(tail=tail, units=(1,)))
 
 
+def test_groups_of_different_lengths_go_on_with_the_same_parts():
+    """Three parts for the longest; the tail and the first group fill but one of them."""
+    check(make_past(batch=1, units=(1, 5), unit=128, heads=(2, 2)), 2, 2)
+
+
 @pytest.mark.parametrize("size", [(64, 64), (17, 80), (1, 3)])
 def test_head_sizes(size):
     check(make_past(size=size, units=(1,), tail=3), 2)
