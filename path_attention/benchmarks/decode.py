@@ -198,7 +198,7 @@ def fill(state: DecodeState, seen: int) -> None:
     """As if so many tokens had been seen: random keys and values that nothing moved."""
     for x in (state.keys, state.values):
         x.normal_()
-    for x in (state.high, state.product, state.tail):
+    for x in (state.high, state.products, state.tail):
         if x is not None:
             x.copy_(torch.eye(x.shape[-1], device=x.device).expand(x.shape))
     state.seen.fill_(seen)

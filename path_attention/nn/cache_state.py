@@ -103,26 +103,24 @@ def set_products(state: DecodeState, units: slice, x: Tensor) -> None:
 def past_of(state: DecodeState, seen: int) -> Past:
     """What a chunk's queries attend after `seen` tokens."""
     sealed = tail_start(state, seen)
-    units, unit = sealed // state.unit, slice(0, sealed // state.unit)
-    has = state.has_tail
+    units = slice(0, sealed // state.unit)
     groups: tuple[KeyGroup, ...] = ()
     if sealed:
         groups = (
             KeyGroup(
                 *_stored(state, 0, sealed),
-                suffix=None if state.high is None else state.high[:, unit],
+                suffix=None if state.high is None else state.high[:, units],
                 decay=None if state.fade is None else state.fade[:, :, :sealed].transpose(1, 2),
-                unit_decay=None if state.unit_fade is None else state.unit_fade[:, unit],
+                unit_decay=None if state.unit_fade is None else state.unit_fade[:, units],
                 valid=None if state.valid is None else state.valid[:, :sealed].bool(),
             ),
         )
-    if not has or seen == sealed:
+    if seen == sealed or state.turn is None:
         return Past(groups)
     at, D = places(state, sealed, seen), state.keys.shape[3]
-    assert units * state.unit == sealed and state.turn is not None
     keys, values = _stored(state, sealed, seen)
-    rows, transition, total, decay = torch.arange(len(state.turn)), None, None, None
-    rows = rows.to(state.turn.device)
+    rows = torch.arange(len(state.turn), device=state.turn.device)
+    transition = total = decay = None
     if state.ring is not None and state.tail is not None:
         keys = state.ring[:, :, at, :D].transpose(1, 2)
         transition = state.tail[rows, state.turn][..., :D, :D]

@@ -101,7 +101,7 @@ class StaticLayerCache(LayerCache):
         if T > STEP:
             return super().attend(q, k, v, w, beta, log_forget, scale=scale, chunk=chunk)
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-            self._factors = 1 if w is None or w.dim() == 4 else w.shape[3]
+            self._factors = 1 if w is None else _factors(w)
             self.settle()
             if self.state is None:
                 self._begin("plain" if w is None and log_forget is None else "moved", k)
@@ -165,8 +165,10 @@ class StaticLayerCache(LayerCache):
     def _write_history(
         self, name: str, values: Tensor, start: int, new: int, valid: Tensor | None
     ) -> None:
-        """Lay the records of all columns from `start` on, a border, of which `new` is the first
-        that came now, into their places, and what they leave at borders."""
+        """Lay records into their places, and what they leave at borders.
+
+        values `[B, n, …]` are of all columns from `start` on, a border; `new`: the first new one.
+        """
         state, history, borders = self._settled, self._history[name], self._borders[name]
         first, n = start // self.unit, values.shape[1]
         last = borders[:, first - 1] if first else None
@@ -202,7 +204,7 @@ class StaticLayerCache(LayerCache):
         decay = stored[0].get("decay", gates)
         heads = k.shape[2] if decay is None else decay.shape[2]
         if (w := self.tail.get("w")) is not None:
-            self._factors = 1 if w.dim() == 4 else w.shape[3]
+            self._factors = _factors(w)
         state = self._make(k, v, heads, moves, decay is not None)
         if any("valid" in tokens for tokens in stored) or "valid" in self.tail.buffers:
             state = state._replace(valid=_all_valid(state))
@@ -402,6 +404,10 @@ class StaticLayerCache(LayerCache):
 
 def _in_order(named: Buffers) -> tuple[Any, ...]:
     return tuple(named.get(name) for name in ("k", "v", "w", "beta", "log_forget"))
+
+
+def _factors(w: Tensor) -> int:
+    return 1 if w.dim() == 4 else w.shape[3]
 
 
 def _all_valid(state: DecodeState) -> Tensor:
