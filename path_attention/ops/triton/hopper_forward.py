@@ -18,6 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+# Of a share over what the maximum is frozen at, in powers of two: sums of 2²⁰ shares times values
+# of 2³⁰ stay inside float32.
+MOST: gl.constexpr = gl.constexpr(64)
 COUNTS = ["pairs", "count", "queries", "keys", "nodes", "levels"]
 
 
@@ -100,17 +103,73 @@ def _fetch(
 
 
 @gluon.jit
-def _softmax(s, kc, scale, m, l, GATE: gl.constexpr):
+def _shares(s, kc, scale, m, l, GATE: gl.constexpr, FROZEN: gl.constexpr):
     """One tile of raw scores: shares, the new maximum (base 2) and sum, what is left of the old."""
     if GATE:
         s = s * scale + kc[None, :]
-        m_new = gl.maximum(m, gl.max(s, 1))
-        p = gl.exp2(s - m_new[:, None])
+    if FROZEN:
+        m_new = m
+        alpha = l  # unused
+        p = gl.exp2(s - m[:, None]) if GATE else gl.exp2(s * scale - m[:, None])
+        l = l + gl.sum(p, 1)
     else:
-        m_new = gl.maximum(m, gl.max(s, 1) * scale)
-        p = gl.exp2(s * scale - m_new[:, None])
-    alpha = gl.exp2(m - m_new)
-    return p, m_new, l * alpha + gl.sum(p, 1), alpha
+        m_new = gl.maximum(m, gl.max(s, 1)) if GATE else gl.maximum(m, gl.max(s, 1) * scale)
+        p = gl.exp2(s - m_new[:, None]) if GATE else gl.exp2(s * scale - m_new[:, None])
+        alpha = gl.exp2(m - m_new)
+        l = l * alpha + gl.sum(p, 1)
+    return p, m_new, l, alpha
+
+
+@gluon.jit
+def _level(
+    q_s, k_s, v_s, k_ready, k_empty, v_ready, v_empty, turns, p_kc, scale, tiles, tile, m, l, acc,
+    DVP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GATE: gl.constexpr,
+    SECOND: gl.constexpr, FROZEN: gl.constexpr,
+):  # fmt: skip
+    """Take a unit's tiles into the softmax, each one's values while the next one's scores run."""
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DVP, 16])
+    shares: gl.constexpr = gl.DotOperandLayout(0, output, 2)
+    output_rows: gl.constexpr = gl.SliceLayout(1, output)
+    zero = gl.zeros([64, BN], gl.float32, scores)
+    stage = tile % STAGES
+    kc = gl.load(p_kc) if GATE else scale
+    mbarrier.wait(k_ready.index(stage), (tile // STAGES) & 1)
+    mbarrier.wait(turns.index(SECOND), (tile & 1) ^ (1 - SECOND))
+    s = warpgroup_mma(q_s, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier.arrive(turns.index(1 - SECOND), count=1)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    p, m, l, alpha = _shares(s, kc, scale, m, l, GATE, FROZEN)
+    if not FROZEN:
+        acc = acc * gl.convert_layout(alpha, output_rows)[:, None]
+    p = gl.convert_layout(p.to(v_s.dtype), shares)
+    for n in range(1, tiles):
+        before = tile % STAGES
+        before_phase = (tile // STAGES) & 1
+        tile += 1
+        stage = tile % STAGES
+        kc = gl.load(p_kc + n * BN) if GATE else scale
+        mbarrier.wait(k_ready.index(stage), (tile // STAGES) & 1)
+        mbarrier.wait(turns.index(SECOND), (tile & 1) ^ (1 - SECOND))
+        s = warpgroup_mma(q_s, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        mbarrier.wait(v_ready.index(before), before_phase)
+        acc = warpgroup_mma(p, v_s.index(before), acc, is_async=True)
+        mbarrier.arrive(turns.index(1 - SECOND), count=1)
+        s = warpgroup_mma_wait(1, deps=(s,))
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        p_next, m, l, alpha = _shares(s, kc, scale, m, l, GATE, FROZEN)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(v_empty.index(before), count=1)
+        if not FROZEN:
+            acc = acc * gl.convert_layout(alpha, output_rows)[:, None]
+        p = gl.convert_layout(p_next.to(v_s.dtype), shares)
+    stage = tile % STAGES
+    mbarrier.wait(v_ready.index(stage), (tile // STAGES) & 1)
+    acc = warpgroup_mma(p, v_s.index(stage), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(v_empty.index(stage), count=1)
+    return tile + 1, m, l, acc
 
 
 @gluon.jit
@@ -122,10 +181,13 @@ def _attend(
     DV: gl.constexpr, DVP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     GATE: gl.constexpr, LOW: gl.constexpr, SECOND: gl.constexpr,
 ):  # fmt: skip
-    """One block's queries. A second block that is not there repeats the first, unwritten."""
+    """One block's queries. A second block that is not there repeats the first, unwritten.
+
+    Where no score can exceed a row's maximum so far by a factor that overflows, that maximum is
+    frozen: shares stay relative to it, and nothing is compared or rescaled any more.
+    """
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DVP, 16])
-    shares: gl.constexpr = gl.DotOperandLayout(0, output, 2)
     rows: gl.constexpr = gl.SliceLayout(1, scores)
     output_rows: gl.constexpr = gl.SliceLayout(1, output)
     there = gl.where(i + SECOND < size, 1, 0)
@@ -141,71 +203,39 @@ def _attend(
     l = gl.load(l_ptr + row + o)
     acc = gl.load(acc_ptr + row * DVP + o_r[:, None] * DVP + o_v[None, :])
     scale = gl.load(range_ptr + 2)
-    zero = gl.zeros([64, BN], gl.float32, scores)
+    frozen = gl.load(range_ptr + 3) - gl.min(m, 0) < MOST
     tile = 0
     n = 0
     for level in range(1, levels):
         unit = i >> level
         if (unit & 1) == 1:
             slot = n & 1
-            stage = tile % STAGES
-            kc = scale  # unused without gates
+            p_kc = kc_ptr + o_n  # unused without gates
+            m_level = m
             if GATE:
                 at_q = i_hq.to(gl.int64) * queries + stored_at(table, i + mine, level, 0)
                 at_k = i_hq.to(gl.int64) * keys + stored_at(table, (unit - 1) << level, level, 1)
-                qc = gl.load(qc_ptr + at_q * 64 + o)
                 p_kc = kc_ptr + at_k * 64 + o_n
-                kc = gl.load(p_kc)
-                m_below = m
-                m = m - qc
-                m_start = m
+                qc = gl.load(qc_ptr + at_q * 64 + o)
+                m_level = m - qc
+            m_start = m_level
             mbarrier.wait(q_ready.index(slot), (n >> 1) & 1)
-            mbarrier.wait(k_ready.index(stage), (tile // STAGES) & 1)
-            mbarrier.wait(turns.index(SECOND), (tile & 1) ^ (1 - SECOND))
-            s = warpgroup_mma(
-                q_s.index(slot), k_s.index(stage).permute((1, 0)), zero, use_acc=False,
-                is_async=True,
-            )  # fmt: skip
-            mbarrier.arrive(turns.index(1 - SECOND), count=1)
-            s = warpgroup_mma_wait(0, deps=(s,))
-            mbarrier.arrive(k_empty.index(stage), count=1)
-            p, m, l, alpha = _softmax(s, kc, scale, m, l, GATE)
-            acc = acc * gl.convert_layout(alpha, output_rows)[:, None]
-            p = gl.convert_layout(p.to(v_s.dtype), shares)
-            for j in range(BN, 64 << level, BN):  # scores of one tile, values of the one before
-                before = tile % STAGES
-                before_phase = (tile // STAGES) & 1
-                tile += 1
-                stage = tile % STAGES
-                kc_next = scale
-                if GATE:
-                    kc_next = gl.load(p_kc + j)
-                mbarrier.wait(k_ready.index(stage), (tile // STAGES) & 1)
-                mbarrier.wait(turns.index(SECOND), (tile & 1) ^ (1 - SECOND))
-                s = warpgroup_mma(
-                    q_s.index(slot), k_s.index(stage).permute((1, 0)), zero, use_acc=False,
-                    is_async=True,
+            tiles = (64 << level) // BN
+            # (P in float16 holds no such factors.)
+            if frozen and v_s.dtype == gl.bfloat16:
+                tile, m_level, l, acc = _level(
+                    q_s.index(slot), k_s, v_s, k_ready, k_empty, v_ready, v_empty, turns, p_kc,
+                    scale, tiles, tile, m_level, l, acc, DVP, BN, STAGES, GATE, SECOND, True,
                 )  # fmt: skip
-                mbarrier.wait(v_ready.index(before), before_phase)
-                acc = warpgroup_mma(p, v_s.index(before), acc, is_async=True)
-                mbarrier.arrive(turns.index(1 - SECOND), count=1)
-                s = warpgroup_mma_wait(1, deps=(s,))
-                mbarrier.arrive(k_empty.index(stage), count=1)
-                p_next, m, l, alpha = _softmax(s, kc_next, scale, m, l, GATE)
-                acc = warpgroup_mma_wait(0, deps=(acc,))
-                mbarrier.arrive(v_empty.index(before), count=1)
-                acc = acc * gl.convert_layout(alpha, output_rows)[:, None]
-                p = gl.convert_layout(p_next.to(v_s.dtype), shares)
-            stage = tile % STAGES
-            mbarrier.wait(v_ready.index(stage), (tile // STAGES) & 1)
-            acc = warpgroup_mma(p, v_s.index(stage), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(v_empty.index(stage), count=1)
+            else:
+                tile, m_level, l, acc = _level(
+                    q_s.index(slot), k_s, v_s, k_ready, k_empty, v_ready, v_empty, turns, p_kc,
+                    scale, tiles, tile, m_level, l, acc, DVP, BN, STAGES, GATE, SECOND, False,
+                )  # fmt: skip
             mbarrier.arrive(q_empty.index(slot), count=1)
-            tile += 1
             n += 1
-            if GATE:  # without the rounding of m − qc + qc where no score of this level is larger
-                m = gl.where(m == m_start, m_below, m + qc)
+            # without the rounding of m − qc + qc where no score of this level is larger
+            m = gl.where(m_level == m_start, m, m_level + qc) if GATE else m_level
     acc = acc / gl.convert_layout(l, output_rows)[:, None]
     first = token.to(gl.int64) + mine * 64
     o_out = i_hq * stride_oh + (first + o_r[:, None]) * stride_ot + o_v[None, :]

@@ -98,7 +98,7 @@ def _forward(
     low, kept = _low_part(out), room_to_keep(q, k, w, lengths, keep)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if q.numel() == 0:
-        return out, lse, lse.new_empty(3), low, kept
+        return out, lse, lse.new_empty(4), low, kept
     inputs = (q, k, v, w, beta, log_forget)
     with torch.cuda.device_of(q):
         ranges = forward_ranges(token_rows(q), token_rows(k), scale, w is not None)
@@ -161,7 +161,7 @@ def _(q, k, v, w, beta, log_forget, scale, lengths, keep):
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     out = q.new_empty(*q.shape[:3], v.shape[3])
     kept = room_to_keep(q, k, w, lengths, keep)
-    return out, lse, lse.new_empty(3), _low_part(out), kept
+    return out, lse, lse.new_empty(4), _low_part(out), kept
 
 
 @torch.library.custom_op("path_attention::triton_backward", mutates_args=())

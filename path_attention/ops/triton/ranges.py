@@ -1,7 +1,8 @@
 """Powers of two that keep float16 operands in range, found on the device without the host.
 
-`range_ptr` in every kernel, float32: 0 of q, 1 of k, 2 of scores (to base 2); in the backward pass
-also 3 of score gradients, and what undoes them in those of 4 q, 5 k, 6 w and β, 7 the gates.
+`range_ptr` in every kernel, float32: 0 of q, 1 of k, 2 of scores (to base 2); in the forward pass
+also 3, what no score (base 2) exceeds; in the backward pass 3 of score gradients, and what undoes
+them in those of 4 q, 5 k, 6 w and β, 7 the gates.
 """
 
 from __future__ import annotations
@@ -40,12 +41,15 @@ def power_of_two(norm):
 def forward_ranges_kernel(norms_ptr, range_ptr, scale, IN_RANGE: tl.constexpr):
     q_range = 1.0
     k_range = 1.0
-    if IN_RANGE:
+    most = float("inf")
+    if IN_RANGE:  # no move makes a query or key longer, but for its rounding
+        most = 1.01 * tl.load(norms_ptr) * tl.load(norms_ptr + 1) * scale * 1.4426950408889634
         q_range = power_of_two(tl.load(norms_ptr))
         k_range = power_of_two(tl.load(norms_ptr + 1))
     tl.store(range_ptr, q_range)
     tl.store(range_ptr + 1, k_range)
     tl.store(range_ptr + 2, scale * 1.4426950408889634 / q_range / k_range)
+    tl.store(range_ptr + 3, most)
 
 
 @triton.jit
@@ -82,9 +86,12 @@ def _largest_norms(tensors: list[Tensor]) -> Tensor:
 
 
 def forward_ranges(q: Tensor, k: Tensor, scale: float, in_range: bool) -> Tensor:
-    """Scalars 0–2 for q and k `[tokens, heads, D]`, scale ≥ 0; 0 and 1 are 1 if not in_range."""
+    """Scalars 0–3 for q and k `[tokens, heads, D]`, scale ≥ 0.
+
+    If not in_range, 0 and 1 are 1 and 3 is infinite.
+    """
     norms = _largest_norms([q, k]) if in_range else q.new_empty(4, dtype=torch.float32)
-    ranges = torch.empty(3, dtype=torch.float32, device=q.device)
+    ranges = torch.empty(4, dtype=torch.float32, device=q.device)
     forward_ranges_kernel[(1,)](norms, ranges, scale, IN_RANGE=in_range)
     return ranges
 

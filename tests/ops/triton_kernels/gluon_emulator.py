@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.language import constexpr
 
 LATE = 0.9  # how often a partition goes on although a copy could land
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
@@ -158,6 +159,8 @@ class Program:
         names["fence_async_shared"] = lambda: self.unfenced[self.local.id].clear()
         names["warpgroup_mma"], names["warpgroup_mma_wait"] = self._product, self._product_wait
         for name, x in module.items():
+            if isinstance(x, constexpr):
+                names[name] = x.value
             if isinstance(x, GluonJITFunction):
                 names[name] = types.FunctionType(x.fn.__code__, names, name, x.fn.__defaults__)
         return names
@@ -385,6 +388,9 @@ class _Language:
 
     def max(self, x: torch.Tensor, axis: int | None = None) -> torch.Tensor:
         return x.amax() if axis is None else x.amax(axis)
+
+    def min(self, x: torch.Tensor, axis: int) -> torch.Tensor:
+        return x.amin(axis)
 
     def sum(self, x: torch.Tensor, axis: int) -> torch.Tensor:
         return x.sum(axis)

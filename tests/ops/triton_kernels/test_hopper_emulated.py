@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from kernel_cases import encoded
 from operator_cases import Inputs, run
 
-pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
 pytestmark = pytest.mark.usefixtures("interpreter")
 # Lengths: one block, a pair, a pair and a lone block, a ragged end, levels left out on either side.
-PACKINGS = [[64], [330], [128, 192, 64, 250], [1000]]
+CASES = [
+    ("path", [64]),
+    ("path", [330]),
+    ("path_fox", [330]),
+    ("path_fox", [128, 192, 64, 250]),
+    ("path_fox", [1000]),
+]
 
 
 @pytest.fixture
@@ -31,9 +38,30 @@ def hopper(request, monkeypatch):
     return hopper
 
 
+@pytest.fixture
+def bfloat16_products(monkeypatch):
+    """The interpreter multiplies bfloat16's bits as integers: here it widens them first.
+
+    (It also cuts numbers off where it makes them bfloat16, so its gradients err twice as much.)
+    """
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    plain = InterpreterBuilder.create_dot
+
+    def wide(x):
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def product(self, a, b, *rest):
+        return plain(self, wide(a), wide(b), *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", product)
+
+
 def check(inputs: Inputs, lengths: list[int]) -> None:
-    """Operands are float16: results may err half as much as bfloat16 ones, which round 8 times
-    coarser; gates come in float32."""
+    """Operands are float16 whatever the inputs: float16 results may err half as much as bfloat16
+    ones, which round 8 times coarser and may err twice that (four times for w, β and gates)."""
     x = Inputs(*inputs.to(torch.float16)[:3], *inputs[3:])
     options = {
         "grad_dtype": torch.float16,
@@ -49,8 +77,7 @@ def check(inputs: Inputs, lengths: list[int]) -> None:
 
 
 @pytest.mark.parametrize("hopper", [0], indirect=True)
-@pytest.mark.parametrize("lengths", PACKINGS, ids=str)
-@pytest.mark.parametrize("encoding", ["path", "path_fox"])
+@pytest.mark.parametrize(("encoding", "lengths"), CASES, ids=str)
 def test_every_stage_is_the_definition(encoding, lengths, hopper):
     heads = (1, 1) if lengths == [1000] else (2, 1)
     check(encoded(encoding, sum(lengths), heads=heads, size=(64, 64)), lengths)
@@ -66,3 +93,50 @@ def test_without_transport(encoding, hopper):
 @pytest.mark.parametrize("size", [(128, 128), (64, 128), (128, 40)])
 def test_other_head_sizes(size, hopper):
     check(encoded("path_fox", 200, heads=(2, 2), size=size), [200])
+
+
+# --- The frozen maximum --------------------------------------------------------------------------
+
+
+def opposed(reach: float, T: int = 330) -> Inputs:
+    """A score of `reach` (base 2) at the first keys of all later tiles' queries, −reach elsewhere:
+    what a maximum frozen at a query's own block would be exceeded by, twice reach."""
+    x = encoded("path", T, heads=(1, 1), size=(64, 64))
+    assert x.w is not None
+    along = torch.zeros(64)
+    along[0] = (reach / (64**-0.5 * 1.4426950408889634)) ** 0.5
+    q, k = along + 0 * x.q, along * torch.where(torch.arange(T) < 3, 1, -1)[:, None, None] + 0 * x.k
+    w = torch.nn.functional.normalize(x.w * (torch.arange(64) > 0), dim=-1)
+    return x._replace(q=q, k=k, w=w)
+
+
+@pytest.mark.usefixtures("bfloat16_products")
+@pytest.mark.parametrize("hopper", [4], indirect=True)
+@pytest.mark.parametrize("encoding", ["path", "path_fox"])
+def test_a_maximum_that_may_be_frozen(encoding, hopper):
+    outputs_are_the_definition(encoded(encoding, 330, heads=(2, 1), size=(64, 64)))
+
+
+@pytest.mark.usefixtures("bfloat16_products")
+@pytest.mark.parametrize("hopper", [5], indirect=True)
+@pytest.mark.parametrize("reach", [30.0, 33.0, 300.0])  # 64 powers of two are allowed
+def test_scores_that_pass_the_frozen_maximum(reach, hopper):
+    outputs_are_the_definition(opposed(reach))
+
+
+@pytest.mark.usefixtures("bfloat16_products")
+@pytest.mark.parametrize("hopper", [6], indirect=True)
+def test_without_its_guard_it_overflows(hopper, monkeypatch):
+    from path_attention.ops.triton import hopper_forward
+
+    monkeypatch.setattr(hopper_forward, "MOST", tl.constexpr(1e9))
+    with pytest.raises(AssertionError):
+        outputs_are_the_definition(opposed(300.0))
+
+
+def outputs_are_the_definition(inputs: Inputs) -> None:
+    x = Inputs(*inputs.to(torch.bfloat16)[:3], *inputs[3:])
+    exact, got = run(x.to(torch.float64), "definition"), run(x, "triton")
+    for value, result in ((exact.out, got.out), (exact.lse, got.lse)):
+        rounding = (value.to(torch.bfloat16).double() - value).norm()
+        assert (result.double() - value).norm() <= 2 * rounding
