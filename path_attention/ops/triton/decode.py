@@ -52,15 +52,18 @@ def choose_tiles(width: int, rows: int, itemsize: int) -> Tiles:
     return Tiles(rows, keys, 3 if bytes_of_a_token <= 1024 else 2, 4, 2)
 
 
-def fit_tiles(tiles: Tiles, width: int, group: KeyGroup, heads: int, device: torch.device) -> Tiles:
-    """Tiles that a device's shared memory has room for, with `heads` query heads a key head."""
-    itemsize = group.keys.itemsize
-    room = call._shared_memory(device) - _SCRATCH
-    if group.suffix is not None:
-        room -= width * width * max(2, itemsize)
-    gates = 4 if group.decay is not None and heads > 1 else 0  # a tile of rows and keys of its own
+@lru_cache
+def choose_group_tiles(
+    width: int, rows: int, itemsize: int, moves: bool, gates: bool, device: torch.device
+) -> Tiles:
+    """As `choose_tiles`, of what a device's shared memory has room for.
+
+    moves: a unit's matrix is there too. gates: and a tile of rows and keys, of several heads.
+    """
+    tiles = choose_tiles(width, rows, itemsize)
+    room = call._shared_memory(device) - _SCRATCH - moves * width * width * max(2, itemsize)
     while True:
-        stage = tiles.keys * (2 * width * itemsize + gates * tiles.rows)
+        stage = tiles.keys * (2 * width * itemsize + gates * 4 * tiles.rows)
         if room >= 4 * width * tiles.rows + stage * (tiles.stages - 1):
             return tiles
         if tiles.stages > 2:
@@ -149,10 +152,10 @@ def triton_decode(
     every = [*([] if past.tail is None else [past.tail]), *past.groups]
     (B, T, HQ, D), (H, DV) = q.shape, every[0].values.shape[2:]
     width, count = max(padded(D), padded(DV)), T * (HQ // H)
-    tiles = [
-        fit_tiles(choose_tiles(width, count, x.keys.itemsize), width, x, HQ // H, q.device)
-        for x in every
-    ]
+    tiles = []
+    for x in every:
+        kinds = x.suffix is not None, x.decay is not None and HQ > H
+        tiles.append(choose_group_tiles(width, count, x.keys.itemsize, *kinds, q.device))
     longest, t = max(zip((g.keys.shape[1] for g in every), tiles, strict=True))
     programs = B * H * triton.cdiv(count, t.rows)
     rows = make_rows(q, H, DV, choose_splits(programs, longest, t, q.device))

@@ -87,6 +87,17 @@ def test_chunks_by_units(monkeypatch, T, n):
 
 
 @pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("T", [20, 70])
+def test_factors_of_a_token_as_the_cache_gives_them(monkeypatch, T):
+    q, k, w, beta = make(T, (4, 2), 12, 2)
+    chunk = q, k, w.unflatten(2, (2, 2)), beta.unflatten(2, (2, 2))
+    wanted = chunk_transport(*chunk)
+    monkeypatch.setattr("path_attention.ops.transport._has_kernel", lambda k: True)
+    for got, right in zip(chunk_transport(*chunk), wanted, strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("interpreter")
 def test_rows_of_any_size():
     """Each keeps its own digits: rows of 1e-12 and 1e12 beside each other, and of zeros."""
     q, k, w, beta = make(80, (2, 1), 8)

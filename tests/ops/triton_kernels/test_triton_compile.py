@@ -263,9 +263,8 @@ def check_prefill(capability: int, D: int, encoding: str, dtype: str, stack: int
         assert row["stack"] <= stack, row
 
 
-@pytest.mark.parametrize(("capability", "stack"), [(80, 760), (90, 64), (100, 800)])
-def test_prefill(capability, stack):
-    check_prefill(capability, 64, "path_fox", "bfloat16", stack)
+def test_prefill():
+    check_prefill(90, 64, "path_fox", "bfloat16", 64)
 
 
 @pytest.mark.slow
@@ -275,8 +274,6 @@ def test_prefill(capability, stack):
         (80, 128, "path_fox", "bfloat16", 920),
         (90, 128, "path_fox", "bfloat16", 420),
         (90, 256, "path", "bfloat16", 1500),
-        (90, 64, "fox", "float16", 8),
-        (90, 64, "path", "float32", 168),
         (86, 128, "path", "bfloat16", 1120),
     ],
 )
