@@ -123,6 +123,11 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
         "EvaluateVariableAssignment",
         "MODEL …: what a variable holds after constants, copies and swaps",
     ),
+    ("evaluate", "beside_lm_eval"): (
+        "path_attention.evaluation.harness.beside_lm_eval",
+        "EvaluateBesideLmEval",
+        "MODEL …: RULER's tasks by lm-eval's own samples and reader, and by ours",
+    ),
     ("evaluate", "fine_tune"): (
         "path_attention.conversion.fine_tune",
         "FineTune",

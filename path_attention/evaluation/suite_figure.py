@@ -156,3 +156,38 @@ def _tidy(axes: Axes) -> None:
     axes.grid(color="0.9", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw_ways(rows: Sequence[Row]) -> Figure:
+    """Scores of `evaluate beside_lm_eval`: at each task and length a point for each way to it."""
+    ways = list(dict.fromkeys(_way(row) for row in rows))
+    places = list(dict.fromkeys(_place(row) for row in rows))
+    size = (max(6.4, 1.6 + 0.8 * len(places)), 4.6)
+    figure = Figure(figsize=size, layout="constrained", dpi=130)
+    axes = figure.subplots()
+    for n, way in enumerate(ways):
+        mine = [row for row in rows if _way(row) == way]
+        at = [places.index(_place(row)) + (n + 0.5) / len(ways) * 0.7 - 0.35 for row in mine]
+        ends = [
+            [0.0 if row["low"] is None else abs(row[end] - row["score"]) * 100 for row in mine]
+            for end in ("low", "high")
+        ]
+        style: Any = {"color": _COLOURS[n % len(_COLOURS)], "fmt": _MARKERS[n % len(_MARKERS)]}
+        score = [100 * row["score"] for row in mine]
+        axes.errorbar(at, score, yerr=ends, markersize=4, linewidth=1, label=way, **style)
+    axes.set_xticks(range(len(places)), places, fontsize=7)
+    axes.set_ylabel("score, %")
+    axes.legend(frameon=False, fontsize=7)
+    axes.set_title("The same tasks by lm-eval and by us, with 95 % intervals", fontsize=10)
+    _tidy(axes)
+    return figure
+
+
+def _way(row: Row) -> str:
+    return f"{row['samples']}'s samples, {row['reader']}'s reader, batch {row['batch']}".replace(
+        "ours's", "our"
+    )
+
+
+def _place(row: Row) -> str:
+    return f"{row['model']}\n{row['column']}\n{row['length']:,}"

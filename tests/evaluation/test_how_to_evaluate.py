@@ -14,7 +14,7 @@ from path_attention.conversion.fine_tune import FineTuneRecipe
 from path_attention.evaluation.report import Report
 
 TEXT = (Path(__file__).parents[2] / "docs" / "how-to-evaluate.md").read_text(encoding="utf-8")
-COMMANDS = re.findall(r"^path-attention (.*)$", TEXT.replace("\\\n", ""), flags=re.M)
+COMMANDS = re.findall(r"^ *path-attention (.*)$", TEXT.replace("\\\n", ""), flags=re.M)
 
 
 @pytest.mark.parametrize("line", COMMANDS)
@@ -32,5 +32,7 @@ def test_a_command_is_one(line: str) -> None:
 
 def test_every_suite_is_named() -> None:
     suites = {name[1] for name in cli.COMMANDS if name[0] == "evaluate"} - {"merge", "fetch"}
-    assert suites - {"fine_tune"} == set(re.findall(r"^\| `(\w+)` \| ", TEXT, flags=re.M))
+    assert suites - {"fine_tune", "beside_lm_eval"} == set(
+        re.findall(r"^\| `(\w+)` \| ", TEXT, flags=re.M)
+    )
     assert len(COMMANDS) > 6 and dataclasses.is_dataclass(Report)
