@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ pytest.importorskip("lm_eval")
 pytest.importorskip("wonderwords")
 
 from path_attention import cli
+from path_attention.evaluation.generated.ruler import ruler_sample
 from path_attention.evaluation.harness import beside_lm_eval
-from path_attention.evaluation.harness.beside_lm_eval import lm_eval_words
+from path_attention.evaluation.harness.beside_lm_eval import lm_eval_task, lm_eval_words
 from path_attention.evaluation.harness.language_model import CausalLM
 from path_attention.models import PathAttentionConfig, PathAttentionForCausalLM
 from path_attention.results import read_result
@@ -89,6 +91,20 @@ def test_a_reader_that_errs_is_seen_and_a_kill_loses_little(folder, tmp_path, mo
     rows = beside(tmp_path / "beside", *words)
     assert [row["same"] for row in rows] == [1.0, 1.0, None] * 2
     assert calls == ["vt", "fwe", "fwe"]  # what is done is not asked for again
+
+
+def test_variable_tracking_has_rulers_form_to_the_blank(folder):
+    """Both without what is drawn: names, values, and where the noise is."""
+    theirs = lm_eval_task("vt", 2 * LENGTH, folder / "llama").task.dataset["test"][0]
+    ours = ruler_sample("vt", 0, 2 * LENGTH, lambda text: len(text) // 3, lm_eval_words())
+
+    def form(text: str) -> str:
+        text = re.sub(r"The grass .*? back again\.\n ?", "", text)
+        return re.sub(r"\d{5}", "N", re.sub(r"\b([A-Z]{3}|[A-Z]{5})\b", "V", text))
+
+    assert ours.delimiter == " "
+    assert form(ours.prompt) == form(theirs["input"])
+    assert form(ours.prefix) == form(theirs["gen_prefix"])
 
 
 @pytest.mark.parametrize(

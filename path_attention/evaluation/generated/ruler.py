@@ -20,6 +20,7 @@ from path_attention.evaluation.generated.sample import CountTokens, Sample, fill
 
 _MOST_UNITS = 1_000_000
 _NEEDLE = "One of the special magic {kind} for {key} is: {value}."
+_SHOT_NOISE = 10  # lines of noise in the solved example of variable tracking: about 500 tokens
 _SHORT = 4096  # below it, RULER repeats common words less often
 
 
@@ -175,16 +176,17 @@ def _chain(rng: np.random.Generator, letters: int) -> tuple[list[str], list[str]
         name = "".join(string.ascii_uppercase[i] for i in rng.integers(26, size=letters))
         names += [name] if name not in names else []
     lines = [f"VAR {names[0]} = {rng.integers(10_000, 99_999)}"]
-    return names, lines + [f"VAR {b} = VAR {a}" for a, b in pairwise(names)]
+    return names, lines + [f"VAR {b} = VAR {a} " for a, b in pairwise(names)]
 
 
 def _variables(seed: int, length: int) -> Callable[[int], Sample]:
-    """Variable tracking: one solved example over little noise, then the question."""
+    """Variable tracking: one solved example over little noise, then the question; blanks and ends
+    of lines as RULER has them."""
 
     def text(rng: np.random.Generator, units: int, letters: int) -> tuple[str, str, list[str]]:
         names, lines = _chain(rng, letters)
-        places = np.sort(rng.integers(units + 1, size=len(lines)))
-        context = "\n".join(insert([NOISE] * units, lines, places.tolist()))
+        places = np.sort(rng.choice(units, len(lines), replace=False))
+        context = " ".join(insert([f"{NOISE}\n"] * units, lines, places.tolist()))
         value = lines[0].split(" = ")[1]
         question = (
             "Memorize and track the chain(s) of variable assignment hidden in the following text."
@@ -199,10 +201,10 @@ def _variables(seed: int, length: int) -> Callable[[int], Sample]:
 
     def build(units: int) -> Sample:
         rng = np.random.default_rng(seed)
-        shot, shot_prefix, shot_names = text(rng, 5, 3)
-        example = f"{shot} {shot_prefix} {' '.join(shot_names)}"
+        shot, shot_prefix, shot_names = text(rng, _SHOT_NOISE, 3)
+        example = f"{shot} {shot_prefix}  {' '.join(shot_names)}"
         question, prefix, names = text(rng, units, 5)
-        return Sample(f"{example}\n\n{question}", prefix, tuple(names), 30, length)
+        return Sample(f"{example}\n\n\n\n{question}", prefix, tuple(names), 30, length)
 
     return build
 
