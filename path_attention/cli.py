@@ -263,6 +263,11 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
         "BenchmarkStages",
         "where the time of the Triton operator goes, kernel by kernel",
     ),
+    ("benchmark", "kernels"): (
+        "path_attention.benchmarks.kernels",
+        "BenchmarkKernels",
+        "registers, spills and shared memory of the Triton operator's kernels; needs no GPU",
+    ),
 }
 _SERVE = ("fastapi", "starlette", "uvicorn", "prometheus_client")  # what the extra `serve` brings
 _ERRORS = (ValueError, OSError, FloatingPointError)

@@ -5,31 +5,20 @@
 Each argument is a compute capability, a head size, an encoding ("stick": the stick-breaking
 kernels; "decode_path_fox" and so on: a step of decoding; "prefill_path_fox" and so on: what a chunk
 takes besides the operator), a dtype and the shared memory (bytes)
-that tiles are chosen for. One line of JSON a kernel: its name, shared memory and stack (where
-registers spill to) in bytes, or the compiler's error. A run on CPU tensors, whose launches are
-recorded and not made, says which kernels there are and what they are specialised for. It wants a
-process of its own: kernels that were decorated for the interpreter do not compile.
+that tiles are chosen for. One line of JSON a kernel: its name and what it takes
+(`benchmarks/compiled.py`), or the compiler's error. It wants a process of its own: kernels that
+were decorated for the interpreter do not compile.
 """
 
 from __future__ import annotations
 
 import json
-import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
-from types import ModuleType
 
 import torch
-import triton
 from kernel_cases import encoded
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Tiled
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from path_attention.benchmarks.compiled import compile_launch, recorded
 from path_attention.ops.decode import DecodeState, KeyGroup, Past
 from path_attention.ops.triton import (
     call,
@@ -44,70 +33,8 @@ from path_attention.ops.triton import (
     transport,
 )
 
-TYPES = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.float64: "fp64",
-    torch.int32: "i32",
-    torch.int64: "i64",
-}
-OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
-
-class Launches:
-    """Stands in for a kernel: writes down its launches."""
-
-    def __init__(self, kernel, seen: list):
-        self.kernel, self.seen = kernel, seen
-
-    def __getitem__(self, grid):
-        return lambda *args, **kwargs: self.seen.append((self.kernel, args, kwargs))
-
-
-def record(module: ModuleType, seen: list) -> None:
-    for name in dir(module):
-        if name.endswith("_kernel"):
-            setattr(module, name, Launches(getattr(module, name), seen))
-
-
-def source(kernel, args: tuple, kwargs: dict) -> ASTSource:
-    """What Triton would compile for a launch: types, constants, known divisibilities."""
-    bound = dict(zip([p.name for p in kernel.params], args, strict=False)) | kwargs
-    signature, constants, attributes = {}, {}, {}
-    for n, parameter in enumerate(kernel.params):
-        value = bound[parameter.name]
-        if parameter.is_constexpr:
-            signature[parameter.name], constants[parameter.name] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = "*" + TYPES[value.dtype]
-            attributes[(n,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, TensorDescriptor | Tiled):
-            shape = f"{TYPES[value.base.dtype]}{list(value.block_shape)}"
-            layout = f",{value.layout!r}" if isinstance(value, Tiled) else ""
-            signature[parameter.name] = f"tensordesc<{shape}{layout}>"
-        elif isinstance(value, float):
-            signature[parameter.name] = "fp32"
-        else:
-            signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
-            if value % 16 == 0 and not parameter.do_not_specialize:
-                attributes[(n,)] = [["tt.divisibility", 16]]
-    kind = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
-    return kind(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-
-
-def stack(binary: bytes) -> int:
-    """Bytes of a thread's stack: the registers that did not fit."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary)
-        file.flush()
-        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return max(int(n) for n in re.findall(r"STACK:(\d+)", text))
-
-
-def launches(D: int, encoding: str, dtype: torch.dtype, shared_memory: int, seen: list) -> None:
+def launches(D: int, encoding: str, dtype: torch.dtype, shared_memory: int) -> None:
     """One forward and backward pass of a 512-token sequence."""
     if encoding == "stick":
         q, k, v = (torch.randn(1, 512, heads, D).to(dtype) for heads in (4, 2, 2))
@@ -141,7 +68,7 @@ def prefill(D: int, encoding: str, dtype: torch.dtype) -> None:
     q, k, v, w, beta, gate = encoded(encoding, 512, heads=(4, 2), size=(D, D))
     q, k, v = (y.to(dtype) for y in (q, k, v))
     suffix = transition = None
-    if w is not None:
+    if w is not None and beta is not None:
         q, *_ = transport.triton_transport(q.float(), k.float(), w, beta)
         transition = q.new_empty(1, 2, D, D)
         suffix = transition[:, None]
@@ -155,35 +82,25 @@ def prefill(D: int, encoding: str, dtype: torch.dtype) -> None:
     step.triton_record_step(state, kept[0], *kept, None)
 
 
+MODULES = (decode, step, move, meet, hopper, operator, ranges, stick_breaking, transport)
+
+
 def main() -> None:
-    seen: list = []
-    record(decode, seen)
-    record(step, seen)
-    record(move, seen)
-    record(meet, seen)
-    record(hopper, seen)
-    record(operator, seen)
-    record(ranges, seen)
-    record(stick_breaking, seen)
-    record(transport, seen)
     for spec in sys.argv[1:]:
         capability, D, encoding, dtype, shared_memory = spec.split(":")
-        seen.clear()
-        launches(int(D), encoding, getattr(torch, dtype), int(shared_memory), seen)
-        target, done = GPUTarget("cuda", int(capability), 32), set()
-        for kernel, args, kwargs in seen:
-            options = {n: kwargs[n] for n in OPTIONS if n in kwargs}
-            rest = {n: x for n, x in kwargs.items() if n not in options}
-            row = {"spec": spec, "kernel": kernel.fn.__name__}
+        done = set()
+        with recorded(*MODULES) as seen:
+            launches(int(D), encoding, getattr(torch, dtype), int(shared_memory))
+        for launch in seen:
+            row = {"spec": spec, "kernel": launch.kernel.fn.__name__}
             try:
-                made = triton.compile(source(kernel, args, rest), target=target, options=options)
+                key, used = compile_launch(launch, int(capability))
             except Exception as error:  # of whatever pass of the compiler
                 print(json.dumps({**row, "error": repr(error)[:300]}), flush=True)
                 continue
-            if made.hash not in done:
-                used = {"shared": made.metadata.shared, "stack": stack(made.asm["cubin"])}
-                print(json.dumps(row | used), flush=True)
-            done.add(made.hash)
+            if key not in done:
+                print(json.dumps(row | used._asdict()), flush=True)
+            done.add(key)
 
 
 if __name__ == "__main__":
