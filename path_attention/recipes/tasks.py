@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
+from typing import Any
 
 from path_attention.models.presets import PRESETS
 from path_attention.tasks.flip_flop import FlipFlop
@@ -123,16 +124,31 @@ def mqrar() -> Grid:
     return product(bases, seed=SEEDS)
 
 
+def mqrar_longer() -> Grid:
+    """PaTH on MQRAR-3 and 4 for 8,000 steps: after 4,000 some seeds are still on their way."""
+    tasks = [Mqrar(n_back=n) for n in (3, 4)]
+    return product([replace(mqrar_recipe(), task=task, steps=8_000) for task in tasks], seed=SEEDS)
+
+
 def flip_flop_encodings() -> Grid:
     """Flip-flop for every other encoding."""
     return product([flip_flop_recipe(encoding) for encoding in COMPARED + OTHERS], seed=SEEDS)
 
 
-def a5_forms() -> Grid:
-    """A5 over its 60 elements and over 3-cycles (prefix products and identity), by layers."""
-    elements = replace(
-        group_words_recipe(),
-        task=GroupWords(group="A5", generators="all"),
+def a5_cycles() -> Grid:
+    """A5 over its 3-cycles, prefix products, by layers."""
+    return by_layers(GroupWords(group="A5", generators="three_cycles"))
+
+
+def a5_identity() -> Grid:
+    """A5 over its 3-cycles: whether a word is the identity, by layers."""
+    return by_layers(GroupWords(group="A5", generators="three_cycles", form="identity"))
+
+
+def a5_elements() -> Grid:
+    """A5 over its 60 elements (Merrill's form), by layers, at the published size."""
+    return by_layers(
+        GroupWords(group="A5", generators="all"),
         width=512,
         heads=8,
         batch=512,
@@ -140,55 +156,69 @@ def a5_forms() -> Grid:
         curriculum_steps=10_000,
         learning_rate=3e-4,
     )
-    cycles = replace(group_words_recipe(), task=GroupWords(group="A5", generators="three_cycles"))
-    identity = replace(
-        cycles, task=GroupWords(group="A5", generators="three_cycles", form="identity")
-    )
-    bases = [
-        replace(base, encoding=encoding)
-        for base in (elements, cycles, identity)
-        for encoding in ("path", *COMPARED)
+
+
+def by_layers(task: GroupWords, layers: Iterable[int] = (1, 2, 3, 4), **changes: Any) -> Grid:
+    """A group's words for PaTH and what it was compared with: first all with fewest layers."""
+    grid: Grid = []
+    for count in layers:
+        bases = [
+            replace(group_words_recipe(encoding), task=task, layers=count, **changes)
+            for encoding in ("path", *COMPARED)
+        ]
+        grid += product(bases, seed=SEEDS)
+    return grid
+
+
+def s5_ablations() -> Grid:
+    """PaTH on S5 over swaps without one thing at a time."""
+    return without_one_thing(group_words_recipe())
+
+
+def flip_flop_ablations() -> Grid:
+    """PaTH on flip-flop without one thing at a time."""
+    return without_one_thing(flip_flop_recipe())
+
+
+def without_one_thing(base: TaskRecipe) -> Grid:
+    """A recipe of PaTH, and it with each of the paper's choices changed, some in float32."""
+    changes: list[Options] = [
+        {},
+        {"beta_max": 1.0},
+        {"beta_max": _BELOW_TWO},
+        {"direction_conv_size": 0},
+        {"qk_norm": True},
+        {"householders_per_token": 2},
     ]
-    return product(bases, layers=(1, 2, 3, 4), seed=SEEDS)
+    grid = product([with_options(base, change) for change in changes], seed=SEEDS)
+    exact = [base, with_options(base, {"beta_max": _BELOW_TWO})]
+    return grid + product(exact, precision=("float32",), seed=SEEDS)
+
+
+def a5_householders() -> Grid:
+    """Two factors a token on every form of A5, where one token is more than one reflection."""
+    forms = a5_elements() + a5_cycles() + a5_identity()
+    path = [r for r in forms if r.encoding == "path" and r.layers < 3]
+    return product(path, householders_per_token=(2,))
 
 
 def controls() -> Grid:
     """The solvable groups S3 over swaps and Z60 over its elements."""
     tasks = [GroupWords(group="S3"), GroupWords(group="Z60", generators="all")]
-    bases = [
-        replace(group_words_recipe(encoding), task=task)
-        for task in tasks
-        for encoding in ("path", *COMPARED)
-    ]
-    return product(bases, layers=(1, 2), seed=SEEDS)
+    return [recipe for task in tasks for recipe in by_layers(task, (1, 2))]
 
 
-def ablations() -> Grid:
-    """PaTH without one thing at a time, on flip-flop and S5 over swaps; two factors on A5."""
-    grid: Grid = []
-    for base in (flip_flop_recipe(), group_words_recipe()):
-        changes: list[Options] = [
-            {},
-            {"beta_max": 1.0},
-            {"beta_max": _BELOW_TWO},
-            {"direction_conv_size": 0},
-            {"qk_norm": True},
-            {"householders_per_token": 2},
-        ]
-        grid += product([with_options(base, change) for change in changes], seed=SEEDS)
-        exact = [base, with_options(base, {"beta_max": _BELOW_TWO})]
-        grid += product(exact, precision=("float32",), seed=SEEDS)
-    a5 = [r for r in a5_forms() if r.encoding == "path" and r.layers < 3]
-    return grid + product(a5, householders_per_token=(2,))
-
-
-def rest() -> Grid:
-    """What is left: other encodings on S5 over swaps, by layers, and on MQRAR."""
-    names = ("stick_breaking", "fox", *OTHERS)
-    words = product([group_words_recipe(name) for name in names], layers=(1, 2, 4), seed=SEEDS)
+def mqrar_others() -> Grid:
+    """MQRAR-1 to 4 for the encodings that PaTH was not compared with."""
     tasks = [Mqrar(n_back=n) for n in (1, 2, 3, 4)]
     recall = [replace(mqrar_recipe(name), task=task) for name in OTHERS for task in tasks]
-    return words + product(recall, seed=SEEDS)
+    return product(recall, seed=SEEDS)
+
+
+def s5_swaps_others() -> Grid:
+    """S5 over swaps for every other encoding, by layers."""
+    names = ("stick_breaking", "fox", *OTHERS)
+    return product([group_words_recipe(name) for name in names], layers=(1, 2, 4), seed=SEEDS)
 
 
 def demo() -> Grid:
@@ -215,11 +245,17 @@ GRIDS: dict[str, Callable[[], Grid]] = {
         flip_flop,
         s5_swaps,
         mqrar,
+        mqrar_longer,
         flip_flop_encodings,
-        a5_forms,
-        ablations,
+        a5_cycles,
+        s5_ablations,
+        flip_flop_ablations,
+        a5_elements,
+        a5_householders,
+        a5_identity,
         controls,
-        rest,
+        mqrar_others,
+        s5_swaps_others,
         demo,
     )
 }

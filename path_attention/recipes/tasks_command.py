@@ -131,8 +131,9 @@ class RunMqrar(_RunTask):
 class SweepTasks:
     """Do the runs of some grids, on any number of devices side by side.
 
-    Interrupted, it goes on where it was; what has a result is not done again. Each list of values
-    below replaces what the grids say, every combination of them.
+    Interrupted, it goes on where it was; what has a result is not done again. SIGINT and SIGTERM
+    end its workers, and it ends with 128 + the signal's number. Each list of values below replaces
+    what the grids say, every combination of them.
     """
 
     grids: tuple[str, ...] = ORDER_OF_WORK
@@ -169,8 +170,11 @@ class SweepTasks:
         if self.dry_run:
             self._show(recipes)
             return
-        sweep(self.out, recipes, command_line(sys.argv), self.workers)
+        stopped = sweep(self.out, recipes, command_line(sys.argv), self.workers)
         left = len(missing(self.out))
+        if stopped is not None:
+            print(f"stopped by {stopped.name}, {left} runs are left; the same command goes on")
+            raise SystemExit(128 + stopped)
         print(f"{len(recipes)} runs are done in {self.out}; {left} others there are not")
 
     def _show(self, recipes: Grid) -> None:

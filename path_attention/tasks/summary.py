@@ -70,7 +70,8 @@ def error_rows(runs: Sequence[Run]) -> list[Row]:
     share, least, greatest: mean, least and greatest share of errors of a seed. errors, counted:
     of all seeds together; low, high: the 95 % interval of these (`error_interval`). clean: seeds
     without any error. solved: seeds that the last check called solved. stayed: seeds whose checks
-    on this test were all good from the first good one on. published: the paper's share.
+    on this test were all good from the first good one on. published: the paper's share. seconds:
+    the longest training of a seed, of all replicas that were trained with it, checks apart.
     """
     groups = list(settings_of(runs).values())
     changes = changes_of([group[0].recipe for group in groups])
@@ -184,6 +185,8 @@ def _head(group: list[Run], change: str) -> dict[str, Any]:
         "change": change,
         "seeds": len(group),
         "steps": max(run.outcome["step"] for run in group),
+        "seconds": max(run.outcome["seconds"] for run in group),
+        "replicas": max(run.outcome["replicas"] for run in group),
     }
 
 

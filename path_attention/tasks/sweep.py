@@ -15,8 +15,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -29,6 +31,7 @@ from path_attention.tasks.engine import Engine, Say
 from path_attention.tasks.recipe import TaskRecipe
 from path_attention.tasks.record import result_of
 from path_attention.training.lock import lock_if_free
+from path_attention.training.signals import stop_signals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,29 +148,47 @@ def run_job(out: Path, job: Job, device: str, say: Say | None = None) -> None:
     checkpoint.unlink(missing_ok=True)
 
 
-def work(out: Path, device: str, say: Say | None = None) -> int:
-    """Take jobs from the queue until none is left to take. Returns how many failed."""
+def work(
+    out: Path, device: str, say: Say | None = None, *, names: Sequence[str] | None = None
+) -> int:
+    """Take jobs until none is left to take. Returns how many failed.
+
+    names: of the jobs to take, in this order; default: all, in the order of the queue.
+    """
+    jobs = {job.name: job for job in queued(out)}
     failures = 0
-    for path in sorted((out / "queue").glob("*.json")):
-        job = Job.read(path)
-        with lock_if_free(out / "locks" / job.name) as mine:
+    for name in jobs if names is None else names:
+        job = jobs[name]
+        with lock_if_free(out / "locks" / name) as mine:
             if not mine or all(result_path(out, recipe).exists() for recipe in job.recipes):
                 continue
-            failure = out / "failed" / f"{job.name}.txt"
+            failure = out / "failed" / f"{name}.txt"
             try:
                 run_job(out, job, device, say)
             except Exception as error:  # one job's failure must not cost the others
                 failures += 1
                 write_whole(failure, traceback.format_exc())
                 if say is not None:
-                    say(f"{path.name} failed: {error}")
+                    say(f"{job.recipes[0].setting} failed: {error}")
             else:
                 failure.unlink(missing_ok=True)
     return failures
 
 
-def sweep(out: Path, recipes: Sequence[TaskRecipe], command: str, workers: Workers) -> None:
-    """Do every run that has no result yet; SIGINT ends the workers, and a later call goes on.
+def names_of_jobs(out: Path, recipes: Sequence[TaskRecipe]) -> list[str]:
+    """The queue's jobs that hold these runs and have no result of one, in the order of the runs."""
+    holds = {recipe.run: job.name for job in queued(out) for recipe in job.recipes}
+    left = [recipe.run for recipe in recipes if not result_path(out, recipe).exists()]
+    return list(dict.fromkeys(holds[run] for run in left))
+
+
+def sweep(
+    out: Path, recipes: Sequence[TaskRecipe], command: str, workers: Workers
+) -> signal.Signals | None:
+    """Do these runs, but for those that have a result, in this order.
+
+    What else is in the queue is left there. Returns the signal that stopped it, SIGINT or SIGTERM,
+    or None; stopped, a later call goes on from the last checks.
 
     Raises:
         ValueError: some runs came to no result; names them and says why.
@@ -176,27 +197,37 @@ def sweep(out: Path, recipes: Sequence[TaskRecipe], command: str, workers: Worke
     environment = {**os.environ}
     if workers.threads is not None:
         environment["OMP_NUM_THREADS"] = str(workers.threads)
+    names = names_of_jobs(out, recipes)
     words = [sys.executable, "-m", "path_attention.tasks.sweep", str(out)]
-    started = [subprocess.Popen([*words, place], env=environment) for place in workers.places()]
-    try:
-        for process in started:
-            process.wait()
-    finally:
-        for process in started:
-            process.terminate()
-            process.wait()
+    places = workers.places()[: len(names)]
+    with stop_signals() as stop:
+        started = [subprocess.Popen([*words, at, *names], env=environment) for at in places]
+        try:
+            while stop.received is None and any(process.poll() is None for process in started):
+                time.sleep(0.1)
+        finally:
+            for process in started:
+                process.terminate()
+                process.wait()
     lacking = [r.run for r in recipes if not result_path(out, r).exists()]
+    if stop.received is not None:
+        return signal.Signals(stop.received)
     if lacking:
         reasons = [
             path.read_text(encoding="utf-8").strip().splitlines()[-1]
             for path in sorted((out / "failed").glob("*.txt"))
         ]
         raise ValueError(f"runs: no result of {lacking}; failures: {reasons or 'none noted'}")
+    return None
 
 
 def _main() -> None:
-    out, device = sys.argv[1:]
-    failures = work(Path(out), device, lambda line: print(f"{device} {line}", flush=True))
+    out, device, *names = sys.argv[1:]
+
+    def say(line: str) -> None:
+        print(f"{device} {line}", flush=True)
+
+    failures = work(Path(out), device, say, names=names or None)
     raise SystemExit(1 if failures else 0)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from path_attention import cli
-from path_attention.recipes.tasks import GRIDS, ORDER_OF_WORK, find_grid, product
+from path_attention.recipes.tasks import COMPARED, GRIDS, ORDER_OF_WORK, find_grid, product
 from path_attention.recipes.tasks_command import RunGroupWords, RunMqrar, SweepTasks
 from path_attention.results import make_result, read_result, write_result
 from path_attention.tasks.flip_flop import FlipFlop
@@ -189,22 +189,32 @@ def test_the_grids_cover_what_is_claimed() -> None:
     flip = {r.encoding for r in everything if r.task == FlipFlop() and r.layers == 1}
     rows = "path rope stick_breaking fox alibi nope path_fox path_alibi rotation_learned"
     assert flip == set(rows.split())
-    forms = {(r.task.group, r.task.generators, r.task.form) for r in find_grid("a5_forms")}
-    assert forms == {
-        ("A5", "all", "prefix"),
-        ("A5", "three_cycles", "prefix"),
-        ("A5", "three_cycles", "identity"),
-    }
+    for name, generators, form in (
+        ("a5_elements", "all", "prefix"),
+        ("a5_cycles", "three_cycles", "prefix"),
+        ("a5_identity", "three_cycles", "identity"),
+    ):
+        grid = find_grid(name)
+        assert {(r.task.group, r.task.generators, r.task.form) for r in grid} == {
+            ("A5", generators, form)
+        }
+        assert {(r.encoding, r.layers) for r in grid} == {
+            (encoding, layers) for encoding in ("path", *COMPARED) for layers in (1, 2, 3, 4)
+        }
+    assert {r.task.group for r in find_grid("controls")} == {"S3", "Z60"}
     recall = {(r.encoding, r.task.n_back) for r in find_grid("mqrar")}
     assert recall >= {(name, n) for name in ("path", "rope", "fox") for n in (1, 2, 3, 4)}
-    options = [r.options for r in find_grid("ablations")]
-    for name, value in (
-        ("beta_max", 1.0),
-        ("direction_conv_size", 0),
-        ("qk_norm", True),
-        ("householders_per_token", 2),
-    ):
-        assert any(o.get(name) == value for o in options)
+    for task in ("s5", "flip_flop"):
+        grid = find_grid(f"{task}_ablations")
+        for name, value in (
+            ("beta_max", 1.0),
+            ("direction_conv_size", 0),
+            ("qk_norm", True),
+            ("householders_per_token", 2),
+        ):
+            assert any(r.options.get(name) == value for r in grid)
+        bounds = {(r.options.get("beta_max", 2.0), r.precision) for r in grid}
+        assert bounds > {(x, p) for x in (2.0, 2 - 2**-7) for p in ("bfloat16", "float32")}
 
 
 def test_a_sweep_is_a_grid_from_options() -> None:

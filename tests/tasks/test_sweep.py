@@ -5,7 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
+import subprocess
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from small_tasks import SMALL
@@ -20,6 +25,7 @@ from path_attention.tasks.sweep import (
     enqueue,
     make_jobs,
     missing,
+    names_of_jobs,
     queued,
     result_path,
     sweep,
@@ -93,6 +99,73 @@ def test_a_worker_goes_on_where_a_killed_one_was(tmp_path: Path, monkeypatch) ->
     for outcome in whole:
         run = read_run(result_path(tmp_path, outcome.recipe))
         assert run.curve == outcome.curve and run.tests == outcome.tests[0].rows()
+
+
+class InThisProcess:
+    """A worker that has done its work as soon as it is started."""
+
+    def __init__(self, words: list[str], env: dict[str, str]) -> None:
+        out, device, *names = words[words.index("path_attention.tasks.sweep") + 1 :]
+        self.failures = work(Path(out), device, names=names)
+
+    def poll(self) -> int:
+        return self.failures
+
+    wait = poll
+
+    def terminate(self) -> None: ...
+
+
+def test_a_sweep_does_what_it_was_asked_in_that_order(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(sweep_module, "subprocess", SimpleNamespace(Popen=InThisProcess))
+    one_at_a_time = replace(TWO, each=1, replicas=1)
+    enqueue(tmp_path, RECIPES, "before", one_at_a_time)
+    asked = [RECIPES[2], RECIPES[1]]
+    names = [job.name for job in queued(tmp_path)]
+    assert names_of_jobs(tmp_path, asked) == [names[2], names[1]]
+    assert sweep(tmp_path, asked, "x", one_at_a_time) is None
+    done = [result_path(tmp_path, recipe) for recipe in asked]
+    assert set((tmp_path / "runs").glob("*.json")) == set(done)
+    assert done[0].stat().st_mtime_ns < done[1].stat().st_mtime_ns
+    assert names_of_jobs(tmp_path, RECIPES) == [names[0], names[3]]
+
+
+def test_a_stopped_sweep_ends_its_workers_and_leaves_its_checks(
+    tmp_path: Path, importable: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = replace(SMALL, steps=100_000)
+    state = tmp_path / "state"
+    started: list[subprocess.Popen] = []
+
+    def start(words: list[str], env: dict[str, str]) -> subprocess.Popen:
+        started.append(subprocess.Popen(words, env=env))
+        return started[-1]
+
+    monkeypatch.setattr(sweep_module, "subprocess", SimpleNamespace(Popen=start))
+
+    def stop() -> None:
+        for _ in range(600):
+            if list(state.glob("[!.]*.pt")):
+                break
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    waiting = threading.Thread(target=stop)
+    waiting.start()
+    assert sweep(tmp_path, [long], "x", TWO) is signal.SIGTERM
+    waiting.join()
+    assert [process.returncode for process in started] == [-signal.SIGTERM]
+    assert not results(tmp_path) and len(list(state.glob("[!.]*.pt"))) == 1
+    steps: list[int] = []
+
+    def interrupt(self: Engine, _: int) -> None:
+        steps.append(self.step)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "train", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        work(tmp_path, "cpu")
+    assert steps[0] >= 2  # it goes on
 
 
 def test_a_job_that_another_worker_has_is_left_to_it(tmp_path: Path) -> None:
