@@ -32,9 +32,9 @@ class ReportExtrapolation:
 
     out: Path = Path("runs/extrapolation")
     """The folder of the runs, as `extrapolation train` has it."""
-    routes: Path | None = None
-    """What `path-attention analyze OUT/*_seed0 … --out OUT/routes` wrote; default: OUT/routes.json,
-    if it is there."""
+    routes: tuple[Path, ...] = ()
+    """What `path-attention analyze OUT/*_seed0 … --out OUT/routes` wrote, of all models or one file
+    a model; default: OUT/routes.json, or else OUT/routes/*.json, if they are there."""
     to: Path = Path("results/extrapolation")
     """Where the results go, without an ending."""
     command: str | None = None
@@ -48,10 +48,7 @@ class ReportExtrapolation:
             raise ValueError(f"out: expected measured runs in {self.out}, found none")
         merged = {part: merge_part(runs, part, command) for part in parts}
         rows = [row for part, result in merged.items() for row in ratio_rows(part, result["rows"])]
-        routes = self.routes or self.out / "routes.json"
-        found: Sequence[Row] = []
-        if self.routes or routes.exists():
-            found = read_result(routes)["rows"]
+        found = self.found_routes()
         for part in parts:
             rows += verdicts(part, [row for row in rows if row["part"] == part], found)
         result = {
@@ -66,6 +63,19 @@ class ReportExtrapolation:
         write_result(self.to.with_suffix(".json"), result)
         draw(rows, self.to.with_suffix(".png"))
         print(table(rows))
+
+    def found_routes(self) -> list[Row]:
+        """The rows of every file of routes. Raises ValueError on two of one model."""
+        whole = self.out / "routes.json"
+        default = [whole] if whole.exists() else sorted((self.out / "routes").glob("*.json"))
+        rows: list[Row] = []
+        for path in self.routes or default:
+            more = read_result(path)["rows"]
+            twice = {row["model"] for row in rows} & {row["model"] for row in more}
+            if twice:
+                raise ValueError(f"routes: expected each model once, got {sorted(twice)} in {path}")
+            rows += more
+        return rows
 
 
 def ratio_rows(part: str, rows: Sequence[Row]) -> list[Row]:

@@ -96,7 +96,7 @@ def test_the_report_stands_beside_the_published_ratios(
     shown = capsys.readouterr().out
     assert "(16.2)" in shown and "learned rotation + gate" in shown
     assert all(row["half_by_bound"] is None for row in rows if row["kind"] == "verdict")
-    AnalyzeModel(
+    analyze = AnalyzeModel(
         models=tuple(done.out / f"{name}_seed0" for name in MODELS),
         data=done.corpus,
         lengths="64,128",
@@ -105,10 +105,21 @@ def test_the_report_stands_beside_the_published_ratios(
         out=done.out / "routes",
         pages=False,
         device="cpu",
-    ).run()
+    )
+    analyze.run()
     report.run()
-    found = [row for row in read_result(tmp_path / "x.json")["rows"] if row["kind"] == "verdict"]
+    whole = read_result(tmp_path / "x.json")["rows"]
+    found = [row for row in whole if row["kind"] == "verdict"]
     assert all(0 < row["bound"] <= row["far_mass"] < 1 for row in found)
+    for name in MODELS:  # the same from one file a model, each after its own training
+        out = done.out / "routes" / name
+        replace(analyze, models=(done.out / f"{name}_seed0",), out=out).run()
+    (done.out / "routes.json").unlink()
+    report.run()
+    assert read_result(tmp_path / "x.json")["rows"] == whole
+    twice = tuple(done.out / "routes" / f"{name}.json" for name in (*MODELS, *MODELS))
+    with pytest.raises(ValueError, match="routes: expected each model once, got .*rope_10000"):
+        replace(report, routes=twice).run()
     with pytest.raises(ValueError, match="expected finished runs"):
         replace(report, out=tmp_path).run()
 
