@@ -61,8 +61,7 @@ class StaticPathCache(Cache):
             raise ValueError(
                 f"cache: expected room for {layers[0].seen + 1} tokens, got {layers[0].room}"
             )
-        held = tuple(x.data_ptr() for layer in layers for x in layer.tensors())
-        now = (id(model), len(ids), held)
+        now = (id(model), len(ids), *(layer.placed for layer in layers))
         if now != self._ready:
             self._ready, self._graph = now, None
             return None

@@ -50,6 +50,7 @@ class StaticLayerCache(LayerCache):
     Attributes:
         room: tokens, a multiple of the unit once it has settled.
         state: None until it has settled.
+        placed: once settled, another object each time that a tensor takes another's place.
     """
 
     def __init__(self, room: int, unit: int | None = None) -> None:
@@ -62,6 +63,7 @@ class StaticLayerCache(LayerCache):
     def reset(self) -> None:
         """Forget everything, its tensors too."""
         self.state: DecodeState | None = None
+        self.placed = object()
         self._lengths: Tensor | None = None
         self._history: Buffers = {}  # what the last tokens recorded, [B, ring, …]
         self._factors = 1  # of a token's transport
@@ -123,7 +125,7 @@ class StaticLayerCache(LayerCache):
             raise ValueError("cache: expected the softmax normalizer with a static cache")
         with torch.no_grad():
             state, done = self._settle_groups()
-            if self.kind == "moved":
+            if self.kind == "moved" and self.tail.length:
                 write_tokens(
                     state, {n: self.tail[n] for n in self.tail.names() if n in INPUTS}, done
                 )
@@ -155,6 +157,7 @@ class StaticLayerCache(LayerCache):
         """What is kept of a record of values like `[B, T, …]`: before, history, borders."""
         state = self._settled
         if name not in self._history:
+            self.placed = object()
             B, rest = like.shape[0], like.shape[2:]
             self._counts[name] = count
             self.before[name] = like.new_zeros(B, count, *rest)
@@ -188,7 +191,7 @@ class StaticLayerCache(LayerCache):
         return DecodeState.make(k, v, heads, self.room, unit, moves=moves, fades=fades, factors=n)
 
     def _allocate(self, state: DecodeState) -> None:
-        self.state, self._lengths = state, None
+        self.state, self._lengths, self.placed = state, None, object()
         self.room = state.keys.shape[2]
 
     def _settle_groups(self) -> tuple[DecodeState, int]:
@@ -252,6 +255,7 @@ class StaticLayerCache(LayerCache):
         if valid is not None and self._lengths is None:
             self._lengths = state.seen.long()
         if self._lengths is not None and state.valid is None:
+            self.placed = object()
             self.state = state = state._replace(valid=_all_valid(state))
         return state
 
@@ -342,6 +346,7 @@ class StaticLayerCache(LayerCache):
     def fork(self: _Self) -> _Self:
         """Another cache of the same past; once settled, a copy of all of it."""
         other = super().fork()
+        other._history, other.placed = dict(self._history), object()
         if self.state is not None:
             kept = {name: x.clone() for name, x in self.state.tensors().items()}
             other.state = self.state._replace(**kept)
@@ -375,7 +380,7 @@ class StaticLayerCache(LayerCache):
 
     def _replace(self, function: Callable[[Tensor], Tensor]) -> None:
         """Put other tensors in the place of all that it holds once it has settled."""
-        named = self._settled.tensors().items()
+        named, self.placed = self._settled.tensors().items(), object()
         self.state = self._settled._replace(**{name: function(x) for name, x in named})
         for held in (self.before, self._history, self._borders):
             held.update({name: function(x) for name, x in held.items()})

@@ -150,6 +150,40 @@ def test_forks_and_rows():
     torch.testing.assert_close(attend_all(cache, x, [16], 64), exact(x)[:, 64:], **EXACT)
 
 
+def test_settles_from_an_earlier_border(poisoned_memory):
+    """Where nothing is left of a tail, not even its buffers."""
+    x = make(300, moves=True, fades=True)
+    cache = StaticLayerCache(300, unit=64)
+    attend_all(cache, x, [300])
+    assert cache.sealed == 192
+    cache.crop(64)
+    torch.testing.assert_close(attend_all(cache, x, [6, 3], 64), exact(x)[:, 64:73], **EXACT)
+
+
+@pytest.mark.parametrize("seen", [0, 40])
+def test_forks_settle_apart(seen):
+    x = make(seen + 3, moves=True, fades=False)
+    records = torch.randn(1, seen + 3, 4)
+    cache = StaticLayerCache(64, unit=64)
+    step(cache, x, records, 0, seen)
+    other = cache.fork()
+    step(cache, x, records, seen, seen + 3)
+    step(other, x, -records, seen, seen + 2)
+    assert torch.equal(cache.before["record"], records[:, -2:])
+    assert torch.equal(other.before["record"], -records[:, -3:-1])
+    cache.crop(seen + 2)
+    assert torch.equal(cache.before["record"], records[:, -3:-1])
+
+
+def step(cache: LayerCache, x: Any, records: Tensor, start: int, stop: int) -> None:
+    """Append tokens whose records reach two tokens on."""
+    if start == stop:
+        return
+    chunk = Chunk(torch.zeros(1, stop - start, dtype=torch.int64), before=cache.before)
+    chunk.remember("record", records[:, start:stop], 2)
+    cache.attend(*part(x, start, stop), scale=1.0, chunk=chunk)  # pyright: ignore[reportArgumentType]
+
+
 def test_taken_back_where_nothing_moves():
     x = make(30, moves=False, fades=False)
     cache = StaticLayerCache(30)

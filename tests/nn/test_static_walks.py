@@ -89,14 +89,21 @@ class Walk:
             with pytest.raises(ValueError, match=f"length: expected {below} or {above}"):
                 cache.crop(length)
             length = self.random.choice([below, above])
-        held = [x.data_ptr() for x in cache.tensors()]
+        placed, held = cache.placed, [x.data_ptr() for x in cache.tensors()]
         cache.crop(length)
         assert [x.data_ptr() for x in cache.tensors()] == held  # a captured step goes on
+        assert cache.placed is placed
         kept.keep(lambda y: y[:, :length])
 
     def go(self, all_kept: list[Kept]) -> None:
         """One random action on one of the caches."""
         kept = self.random.choice(all_kept)
+        placed, held = kept.cache.placed, [x.data_ptr() for x in kept.cache.tensors()]
+        self.act(kept, all_kept)
+        if [x.data_ptr() for x in kept.cache.tensors()] != held:
+            assert kept.cache.placed is not placed  # or a captured step would go on
+
+    def act(self, kept: Kept, all_kept: list[Kept]) -> None:
         seen, action = kept.cache.seen, self.random.random()
         if action < 0.3:
             self.append(kept, self.random.choice([1, 5, 16]), pad=self.random.random() < 0.3)
@@ -114,7 +121,8 @@ class Walk:
             all_kept.append(other)
             self.append(other, 1)
         else:
-            rows = torch.tensor([self.random.randrange(len(kept.x)) for _ in kept.x])
+            count = self.random.choice([1, 2, len(kept.x)])
+            rows = torch.tensor([self.random.randrange(len(kept.x)) for _ in range(count)])
             kept.cache.select(rows)
             kept.keep(lambda y: y[rows])
             self.append(kept, 1)
