@@ -140,3 +140,18 @@ def outputs_are_the_definition(inputs: Inputs) -> None:
     for value, result in ((exact.out, got.out), (exact.lse, got.lse)):
         rounding = (value.to(torch.bfloat16).double() - value).norm()
         assert (result.double() - value).norm() <= 2 * rounding
+
+
+# --- Descriptors ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dims", [0, 1])
+def test_rows_that_overlap_are_copied(dims):
+    """Such as the output gradient of a sum over tokens, or heads."""
+    from path_attention.ops.triton.call import public
+
+    x = torch.randn(70, 2, 64)
+    x = x.narrow(dims, 0, 1).expand_as(x)
+    tiles = public(x, 64, 64)
+    assert tiles.strides[0] >= tiles.shape[1] == 128
+    assert torch.equal(tiles.base.as_strided(x.shape, (tiles.strides[0], 64, 1)), x)

@@ -1,0 +1,107 @@
+"""Reads Hopper's machine code for what a matrix product in flight must be left alone with.
+
+    python wgmma_in_flight.py 90:128:hopper_path_fox:bfloat16:232448 …
+
+A product (HGMMA) reads its left operand and its sums from registers until a WARPGROUP.DEPBAR waits
+for its group. The compiler trusts the program that nobody touches these before (the PTX manual:
+undefined behaviour): a loop that converts the next shares before the wait is compiled without a
+word, and wrong. Nor must products be serialised, each waiting for the one before. Arguments as in
+compile_kernels.py; one line of JSON a kernel: its name, groups in its PTX and its machine code, and
+what touches registers of a product in flight. (Code is read in the order of its addresses, in which
+loops lie whole.)
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+
+import compile_kernels
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from path_attention.benchmarks import compiled
+
+INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\d+ )?(\S+)\s*(.*?);")
+NO_RESULT = ("ST", "BAR", "SYNCS", "UTMA", "RED", "BRA", "BRX", "EXIT")
+WIDTHS = {".64": 2, ".WIDE": 2, ".128": 4}
+
+
+class Group:
+    """Products committed together: registers of their sums, and of operands they read."""
+
+    def __init__(self):
+        self.sums: set[int] = set()
+        self.operands: set[int] = set()
+
+
+def products_in_flight(sass: str) -> tuple[int, list[str]]:
+    """How many groups of products are committed; instructions that touch one in flight."""
+    flying: list[Group] = []
+    opened: Group | None = None
+    committed, wrong = 0, []
+    for address, name, rest in INSTRUCTION.findall(sass):
+        if name.startswith("WARPGROUP.DEPBAR"):
+            left = int(rest.split(",")[1], 16)
+            flying = flying[len(flying) - left :] if left < len(flying) else flying
+        elif name.startswith("HGMMA"):
+            operands = [x.strip() for x in rest.split(",")]
+            first = int(operands[0][1:])
+            sums = set(range(first, first + int(re.findall(r"64x(\d+)x16", name)[0]) // 2))
+            left = re.fullmatch(r"R(\d+)", operands[1])
+            read = set() if left is None else set(range(int(left[1]), int(left[1]) + 4))
+            if any(sums & (g.sums | g.operands) or read & g.sums for g in flying):
+                wrong.append(f"{address} {name} {rest}")
+            opened = opened or Group()
+            opened.sums |= sums
+            opened.operands |= read
+            if "gsb0" in rest:
+                flying.append(opened)
+                opened, committed = None, committed + 1
+        else:
+            written, read = _registers(name, rest)
+            every = flying if opened is None else [*flying, opened]
+            if any(written & (g.sums | g.operands) or read & g.sums for g in every):
+                wrong.append(f"{address} {name} {rest}")
+    return committed, wrong
+
+
+def _registers(name: str, rest: str) -> tuple[set[int], set[int]]:
+    """Registers that an instruction writes and reads (of wide reads, the first)."""
+    named = [int(n) for n in re.findall(r"\bR(\d+)\b", rest)]
+    if name.startswith(NO_RESULT) or not re.match(r"R\d", rest):
+        return set(), set(named)
+    width = max((n for mark, n in WIDTHS.items() if mark in name), default=1)
+    return set(range(named[0], named[0] + width)), set(named[1:])
+
+
+def machine_code(cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(compiled._CUOBJDUMP), "-sass", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def main() -> None:
+    for spec in sys.argv[1:]:
+        _, D, encoding, dtype, shared_memory = spec.split(":")
+        with compiled.recorded(*compile_kernels.MODULES) as seen:
+            compile_kernels.launches(int(D), encoding, getattr(torch, dtype), int(shared_memory))
+        for launch in seen:
+            name = launch.kernel.fn.__name__
+            if "hopper" not in name:
+                continue
+            source, target = compiled._source(launch), GPUTarget("cuda", 90, 32)
+            made = triton.compile(source, target=target, options={"num_warps": 4})
+            groups, wrong = products_in_flight(machine_code(made.asm["cubin"]))
+            asked = made.asm["ptx"].count("wgmma.commit_group")
+            print(json.dumps({"kernel": name, "asked": asked, "groups": groups, "wrong": wrong}))
+
+
+if __name__ == "__main__":
+    main()
