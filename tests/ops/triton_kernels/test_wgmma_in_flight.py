@@ -46,9 +46,7 @@ def test_what_counts_as_touched():
     ("D", "encoding"),
     [
         (128, "path_fox"),
-        pytest.param(128, "path", marks=pytest.mark.slow),
-        pytest.param(64, "path_fox", marks=pytest.mark.slow),
-        pytest.param(64, "fox", marks=pytest.mark.slow),
+        pytest.param(64, "path", marks=pytest.mark.slow),
     ],
 )
 def test_hopper_kernels(D, encoding):
