@@ -39,3 +39,26 @@ def poisoned_memory() -> Iterator[None]:
     yield
     torch.utils.deterministic.fill_uninitialized_memory = before
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter multiplies bfloat16's bits as integers: here it widens them first.
+
+    (It also cuts numbers off where it makes them bfloat16, so what is rounded errs twice as much.)
+    """
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    plain = InterpreterBuilder.create_dot
+
+    def wide(x):
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def product(self, a, b, *rest):
+        return plain(self, wide(a), wide(b), *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", product)

@@ -181,7 +181,7 @@ def step(cache: LayerCache, x: Any, records: Tensor, start: int, stop: int) -> N
         return
     chunk = Chunk(torch.zeros(1, stop - start, dtype=torch.int64), before=cache.before)
     chunk.remember("record", records[:, start:stop], 2)
-    cache.attend(*part(x, start, stop), scale=1.0, chunk=chunk)  # pyright: ignore[reportArgumentType]
+    cache.attend(*part(x, start, stop), scale=1.0, chunk=chunk)
 
 
 def test_taken_back_where_nothing_moves():
@@ -211,6 +211,24 @@ def test_taken_back_to_the_tail_and_to_borders(poisoned_memory, moves, fades):
     cache.crop(0)
     torch.testing.assert_close(attend_all(cache, x, [2]), whole[:, :2], **EXACT)
     assert [y.data_ptr() for y in cache.tensors()] == held
+
+
+@pytest.mark.usefixtures("bfloat16_products", "poisoned_memory")
+@pytest.mark.parametrize(("moves", "fades", "factors"), [(True, True, None), (True, False, 2)])
+def test_in_float16(moves, fades, factors):
+    """Where tables are sums of two numbers: 3 roundings, of reflections, which forget nothing."""
+    q, k, v, w, beta, gate = make(260, moves=moves, fades=fades, factors=factors)
+    assert q is not None and k is not None and v is not None and beta is not None
+    x = [q.half(), k.half(), v.half(), w, 2 * (beta > 1).float(), gate]
+    cache = StaticLayerCache(260, unit=64)
+    attend_all(cache, x, [150])
+    right = exact(x)
+    for start, chunks in ((150, [16, 30]), (190, [3, 16]), (128, [2, 100, 16])):
+        cache.crop(min(start, cache.seen))
+        got = attend_all(cache, x, chunks, start)
+        wanted = right[:, start : cache.seen]
+        rounding = (wanted.half().float() - wanted).norm()
+        assert (got.float() - wanted).norm() <= 3 * rounding
 
 
 def test_what_cannot_be_taken_back_names_the_nearest():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from kernel_cases import encoded
@@ -36,27 +35,6 @@ def hopper(request, monkeypatch):
         if name.endswith("_kernel"):
             monkeypatch.setattr(hopper, name, Emulator(getattr(hopper, name), request.param))
     return hopper
-
-
-@pytest.fixture
-def bfloat16_products(monkeypatch):
-    """The interpreter multiplies bfloat16's bits as integers: here it widens them first.
-
-    (It also cuts numbers off where it makes them bfloat16, so its gradients err twice as much.)
-    """
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    plain = InterpreterBuilder.create_dot
-
-    def wide(x):
-        if x.dtype.scalar != tl.bfloat16:
-            return x
-        return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
-
-    def product(self, a, b, *rest):
-        return plain(self, wide(a), wide(b), *rest)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", product)
 
 
 def check(inputs: Inputs, lengths: list[int]) -> None:
