@@ -141,31 +141,31 @@ def _level(
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(k_empty.index(stage), count=1)
     p, m, l, alpha = _shares(s, kc, scale, m, l, GATE, FROZEN)
+    mbarrier.wait(v_ready.index(stage), (tile // STAGES) & 1)
     if not FROZEN:
         acc = acc * gl.convert_layout(alpha, output_rows)[:, None]
     p = gl.convert_layout(p.to(v_s.dtype), shares)
     for n in range(1, tiles):
         before = tile % STAGES
-        before_phase = (tile // STAGES) & 1
         tile += 1
         stage = tile % STAGES
         kc = gl.load(p_kc + n * BN) if GATE else scale
         mbarrier.wait(k_ready.index(stage), (tile // STAGES) & 1)
         mbarrier.wait(turns.index(SECOND), (tile & 1) ^ (1 - SECOND))
         s = warpgroup_mma(q_s, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-        mbarrier.wait(v_ready.index(before), before_phase)
         acc = warpgroup_mma(p, v_s.index(before), acc, is_async=True)
         mbarrier.arrive(turns.index(1 - SECOND), count=1)
         s = warpgroup_mma_wait(1, deps=(s,))
         mbarrier.arrive(k_empty.index(stage), count=1)
         p_next, m, l, alpha = _shares(s, kc, scale, m, l, GATE, FROZEN)
+        # (Here this wait keeps the exponentials before the next one: beside the values' product.)
+        mbarrier.wait(v_ready.index(stage), (tile // STAGES) & 1)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(v_empty.index(before), count=1)
         if not FROZEN:
             acc = acc * gl.convert_layout(alpha, output_rows)[:, None]
         p = gl.convert_layout(p_next.to(v_s.dtype), shares)
     stage = tile % STAGES
-    mbarrier.wait(v_ready.index(stage), (tile // STAGES) & 1)
     acc = warpgroup_mma(p, v_s.index(stage), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(v_empty.index(stage), count=1)

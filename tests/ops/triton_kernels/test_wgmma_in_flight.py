@@ -38,7 +38,7 @@ def in_flight(*arguments: str, code: str | None = None) -> str:
 def test_what_counts_as_touched():
     code = "import sys, wgmma_in_flight as w\nfor x in sys.argv[1:]: print(w.products_in_flight(x))"
     found = in_flight(SAFE, SHARES_TOO_EARLY, SUMS_TOO_EARLY, code=code).splitlines()
-    assert found[0] == "(2, [])"
+    assert found[0] == "(2, 0, [])"
     assert "0040 F2FP" in found[1] and "0040 FADD" in found[2]
 
 
@@ -56,3 +56,5 @@ def test_hopper_kernels(D, encoding):
     for row in rows:
         assert row["groups"] == row["asked"] > 0, f"{row['kernel']}: products are serialised"
         assert not row["wrong"], f"{row['kernel']}: {row['wrong'][:3]}"
+    # Of both warpgroups' two loops, 64 a thread and tile, beside the product with the values.
+    assert rows[0]["kernel"] == "meet_fwd_hopper_kernel" and rows[0]["exponentials"] >= 4 * 64

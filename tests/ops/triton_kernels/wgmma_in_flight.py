@@ -6,9 +6,9 @@ A product (HGMMA) reads its left operand and its sums from registers until a WAR
 for its group. The compiler trusts the program that nobody touches these before (the PTX manual:
 undefined behaviour): a loop that converts the next shares before the wait is compiled without a
 word, and wrong. Nor must products be serialised, each waiting for the one before. Arguments as in
-compile_kernels.py; one line of JSON a kernel: its name, groups in its PTX and its machine code, and
-what touches registers of a product in flight. (Code is read in the order of its addresses, in which
-loops lie whole.)
+compile_kernels.py; one line of JSON a kernel: its name, groups in its PTX and its machine code,
+exponentials while one is in flight, and what touches its registers then. (Code is read in the order
+of its addresses, in which loops lie whole.)
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Group:
         self.operands: set[int] = set()
 
 
-def products_in_flight(sass: str) -> tuple[int, list[str]]:
-    """How many groups of products are committed; instructions that touch one in flight."""
+def products_in_flight(sass: str) -> tuple[int, int, list[str]]:
+    """Groups of products; exponentials while one is in flight; what touches its registers."""
     flying: list[Group] = []
     opened: Group | None = None
-    committed, wrong = 0, []
+    committed, exponentials, wrong = 0, 0, []
     for address, name, rest in INSTRUCTION.findall(sass):
         if name.startswith("WARPGROUP.DEPBAR"):
             left = int(rest.split(",")[1], 16)
@@ -65,9 +65,10 @@ def products_in_flight(sass: str) -> tuple[int, list[str]]:
         else:
             written, read = _registers(name, rest)
             every = flying if opened is None else [*flying, opened]
+            exponentials += bool(every) and name.startswith("MUFU.EX2")
             if any(written & (g.sums | g.operands) or read & g.sums for g in every):
                 wrong.append(f"{address} {name} {rest}")
-    return committed, wrong
+    return committed, exponentials, wrong
 
 
 def _registers(name: str, rest: str) -> tuple[set[int], set[int]]:
@@ -98,9 +99,10 @@ def main() -> None:
                 continue
             source, target = compiled._source(launch), GPUTarget("cuda", 90, 32)
             made = triton.compile(source, target=target, options={"num_warps": 4})
-            groups, wrong = products_in_flight(machine_code(made.asm["cubin"]))
+            groups, exponentials, wrong = products_in_flight(machine_code(made.asm["cubin"]))
             asked = made.asm["ptx"].count("wgmma.commit_group")
-            print(json.dumps({"kernel": name, "asked": asked, "groups": groups, "wrong": wrong}))
+            row = {"kernel": name, "asked": asked, "groups": groups, "exponentials": exponentials}
+            print(json.dumps({**row, "wrong": wrong}))
 
 
 if __name__ == "__main__":
