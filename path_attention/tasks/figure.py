@@ -20,9 +20,10 @@ _FLOOR = 1e-7  # where no error is drawn on the logarithmic axis
 def draw(task: str, rows: Sequence[Row], path: Path) -> None:
     """Draw a task's report as a PNG.
 
-    flip_flop: the share of errors on each test: pooled, with its interval, and of each seed's
-    least and greatest; crosses are published. group_words: the fewest layers by length, one panel
-    a form. mqrar: accuracy by N, shaded from the least to the greatest seed.
+    flip_flop: the share of errors on each test, a row of panels for each number of steps: pooled,
+    with its interval, and of each seed's least and greatest; crosses are published. group_words:
+    the fewest layers by length, one panel a form. mqrar: accuracy by N, shaded from the least to
+    the greatest seed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     drawing = {"flip_flop": _flip_flop, "group_words": _group_words, "mqrar": _mqrar}[task]
@@ -34,31 +35,42 @@ def draw(task: str, rows: Sequence[Row], path: Path) -> None:
 
 def _flip_flop(rows: Sequence[Row]) -> Figure:
     tests = list(dict.fromkeys(row["test"] for row in rows))
-    names = list(dict.fromkeys(_name(row) for row in rows))
-    height = 1.6 + 0.3 * len(names)
-    figure = Figure(figsize=(3.4 * len(tests) + 2, height), layout="constrained", dpi=150)
-    panels = figure.subplots(1, len(tests), sharey=True, squeeze=False)[0]
-    for axes, test in zip(panels, tests, strict=True):
-        for row in (row for row in rows if row["test"] == test):
-            y = names.index(_name(row))
-            axes.plot([max(row["low"], _FLOOR), row["high"]], [y, y], color=_COLOURS[0])
-            if row["errors"]:
-                axes.plot(row["errors"] / row["counted"], y, "o", color=_COLOURS[0])
-                axes.plot([max(row[k], _FLOOR) for k in ("least", "greatest")], [y, y], "|k")
-            else:
-                axes.plot(row["high"], y, "<", color=_COLOURS[0])
-            if row["published"]:
-                axes.plot(row["published"], y, "x", color=_COLOURS[1])
-        axes.set(xscale="log", xlim=(_FLOOR, 1), title=test, xlabel="share of errors")
-        axes.set_yticks(range(len(names)), names)
-        axes.set_ylim(len(names) - 0.5, -0.5)
-        _tidy(axes)
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        if _name(row) not in names.setdefault(row["title"], []):
+            names[row["title"]].append(_name(row))
+    heights = [1.6 + 0.3 * len(under) for under in names.values()]
+    longest = max(len(name) for under in names.values() for name in under)
+    size = (2.6 * len(tests) + 0.075 * longest + 1, sum(heights))
+    figure = Figure(figsize=size, layout="constrained", dpi=150)
+    panels = figure.subplots(len(names), len(tests), squeeze=False, height_ratios=heights)
+    for (title, under), line in zip(names.items(), panels, strict=True):
+        for axes, test in zip(line, tests, strict=True):
+            for row in (r for r in rows if (r["title"], r["test"]) == (title, test)):
+                _share(axes, row, under.index(_name(row)))
+            axes.set(xscale="log", xlim=(_FLOOR, 1), title=test, xlabel="share of errors")
+            axes.set_yticks(range(len(under)), under if axes is line[0] else [""] * len(under))
+            axes.set_ylim(len(under) - 0.5, -0.5)
+            _tidy(axes)
+        line[0].set_title(f"{title}: {tests[0]}")
     figure.suptitle(
         "Flip-flop: dots pooled, lines 95 %, ticks each seed's least and greatest, ◂ no error: "
         "at most, × published",
         fontsize=9,
     )
     return figure
+
+
+def _share(axes: Axes, row: Row, y: int) -> None:
+    """A setting's share of errors on one test, on the line y."""
+    axes.plot([max(row["low"], _FLOOR), row["high"]], [y, y], color=_COLOURS[0])
+    if row["errors"]:
+        axes.plot(row["errors"] / row["counted"], y, "o", color=_COLOURS[0])
+        axes.plot([max(row[k], _FLOOR) for k in ("least", "greatest")], [y, y], "|k")
+    else:
+        axes.plot(row["high"], y, "<", color=_COLOURS[0])
+    if row["published"]:
+        axes.plot(row["published"], y, "x", color=_COLOURS[1])
 
 
 def _group_words(rows: Sequence[Row]) -> Figure:

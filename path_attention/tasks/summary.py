@@ -27,13 +27,16 @@ _NO_CHANGE |= {"task.sparse_sequences", "task.test_letters", "check_every"}
 
 
 def title_of(recipe: Row) -> str:
-    """What is learned: runs under one title belong in one table."""
+    """What is learned: runs under one title belong in one table.
+
+    Of flip-flop with its steps, so that a search's short runs are not taken for what is usual.
+    """
     if recipe["task"] == "group_words":
         form = "" if recipe["task.form"] == "prefix" else ", is it the identity"
         return f"{recipe['task.group']} over {recipe['task.generators']}{form}"
     if recipe["task"] == "mqrar":
         return f"MQRAR-{recipe['task.n_back']}"
-    return f"flip-flop of {2 * recipe['task.pairs']} tokens"
+    return f"flip-flop of {2 * recipe['task.pairs']} tokens, {recipe['steps']:,} steps"
 
 
 def settings_of(runs: Sequence[Run]) -> dict[str, list[Run]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from path_attention import cli
 from path_attention.recipes.tasks import COMPARED, GRIDS, ORDER_OF_WORK, find_grid, product
 from path_attention.recipes.tasks_command import RunGroupWords, RunMqrar, SweepTasks
 from path_attention.results import make_result, read_result, write_result
+from path_attention.tasks.figure import draw
 from path_attention.tasks.flip_flop import FlipFlop
 from path_attention.tasks.group_words import GroupWords
 from path_attention.tasks.intervals import error_interval
@@ -101,6 +103,29 @@ def test_what_changed_is_named_against_what_most_have() -> None:
     ]
 
 
+def test_short_runs_of_a_search_do_not_change_what_is_usual(tmp_path: Path) -> None:
+    searched = [replace(FLIP, learning_rate=rate, weight_decay=0.1) for rate in (3e-4, 1e-3, 3e-3)]
+    runs = [made_up(r, {"sparse": [(1, 9)], "dense": [(0, 9)]}) for r in searched]
+    runs += [
+        made_up(replace(FLIP, steps=10_000, weight_decay=decay), {"sparse": [(0, 9)]})
+        for decay in (0.0, 0.0, 0.1)
+    ]
+    _, results = make_report(runs, [], "x")
+    rows = [row for row in results["flip_flop"]["rows"] if row["test"] == "sparse"]
+    changes: dict[str, list[str]] = {}
+    for row in rows:
+        changes.setdefault(row["title"], []).append(row["change"])
+    short, long = changes
+    assert long == "flip-flop of 512 tokens, 10,000 steps"
+    assert changes[short] == ["", "learning_rate 0.001", "learning_rate 0.003"]
+    assert changes[long] == ["", "weight_decay 0.1"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a figure whose names left no room for its panels
+        draw("flip_flop", results["flip_flop"]["rows"], tmp_path / "x.png")
+        many = [{**row, "change": f"{n} {'x' * 70}"} for n in range(40) for row in rows]
+        draw("flip_flop", many, tmp_path / "y.png")
+
+
 WORDS = TaskRecipe(task=GroupWords(letters=4, test_letters=6), encoding="path")
 
 
@@ -153,11 +178,12 @@ def test_a_report_of_everything(tmp_path: Path, capsys) -> None:
     assert capsys.readouterr().out.strip() == text.strip()
     assert "| 0 | 3,000,000 reads | 0 | 0–0 | 0–9.99e-05 % | 1 of 1 | 1, 1 | 0.0001 % |" in text
     assert "## S5 over swaps" in text and "| path | 1 | 1 | 1 |" in text
-    assert "| flip-flop of 512 tokens | path | 1 |  | 1 |" in text  # not run
-    assert "| flip-flop of 512 tokens | path | 3 |  | 0 |" in text
+    assert "| flip-flop of 512 tokens, 3,000 steps | path | 1 |  | 1 |" in text  # not run
+    assert "| flip-flop of 512 tokens, 3,000 steps | path | 3 |  | 0 |" in text
     for task in ("flip_flop", "group_words", "mqrar"):
         assert read_result(to / f"{task}.json")["command"] == "path-attention task report"
         assert (to / f"{task}.png").read_bytes()[:4] == b"\x89PNG"
+    assert (to / "flip_flop.png").stat().st_size > 10_000
     kinds = [row["kind"] for row in read_result(to / "flip_flop.json")["rows"]]
     assert kinds == ["errors", "errors", "not_run", "not_run"]
     with pytest.raises(ValueError, match="out: expected results in .*, found none"):
