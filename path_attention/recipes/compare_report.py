@@ -95,7 +95,10 @@ def find_runs(folder: Path) -> list[Run]:
 
 
 def merge_part(runs: Sequence[Run], part: str, command: str) -> dict[str, Any]:
-    """Perplexity by length of the models that every seed has, over seeds (or of the one seed)."""
+    """Perplexity by length of the models that every seed has, over seeds (or of the one seed).
+
+    Runs that went on over several commits have none.
+    """
     tables: dict[int, dict[str, dict[str, Any]]] = {}
     for run in runs:
         path = run.folder / f"{part}.json"
@@ -104,10 +107,13 @@ def merge_part(runs: Sequence[Run], part: str, command: str) -> dict[str, Any]:
     shared = [name for name in tables[min(tables)] if all(name in t for t in tables.values())]
     if not shared:
         raise ValueError(f"out: expected a model with {part}.json of every seed, got {tables}")
+    commits = {results[name]["commit"] for results in tables.values() for name in shared}
+    commit = commits.pop() if len(commits) == 1 else None
     seeds = []
     for _, results in sorted(tables.items()):
         mine = [results[name] for name in shared]
-        seeds.append({**mine[0], "rows": [row for result in mine for row in result["rows"]]})
+        rows = [row for result in mine for row in result["rows"]]
+        seeds.append({**mine[0], "commit": commit, "rows": rows})
     if len(seeds) > 1:
         return merge_seeds(seeds, command)
     return {**seeds[0], "what": f"Perplexity by length on held-out {part}", "command": command}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from path_attention.recipes import extrapolation, extrapolation_report
 from path_attention.recipes.extrapolation import PUBLISHED, SIZES, TITLES, TrainExtrapolation
 from path_attention.recipes.extrapolation_report import ReportExtrapolation, ratio_rows, verdicts
 from path_attention.recipes.language_models import Budget
-from path_attention.results import read_result
+from path_attention.results import read_result, write_result
 from path_attention.training.corpus import build_corpus
 
 MODELS = ("rope_10000", "rotation_learned_forget")
@@ -122,6 +123,20 @@ def test_the_report_stands_beside_the_published_ratios(
         replace(report, routes=twice).run()
     with pytest.raises(ValueError, match="expected finished runs"):
         replace(report, out=tmp_path).run()
+
+
+def test_runs_of_two_commits_are_merged_without_one(
+    done: TrainExtrapolation, tmp_path: Path
+) -> None:
+    commits = ("a" * 40, "b" * 40)
+    for seed, commit in enumerate(commits):
+        folder = tmp_path / "runs" / f"rope_10000_seed{seed}"
+        shutil.copytree(done.out / "rope_10000_seed0", folder)
+        result = read_result(folder / "prose.json")
+        write_result(folder / "prose.json", {**result, "commit": commit})
+    ReportExtrapolation(out=tmp_path / "runs", to=tmp_path / "x", command="x").run()
+    merged = read_result(tmp_path / "x.json")
+    assert merged["commit"] is None and merged["rows"][0]["seeds"] == 2
 
 
 def test_verdicts() -> None:
