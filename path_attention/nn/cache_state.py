@@ -39,9 +39,30 @@ def write_tokens(state: DecodeState, tokens: Buffers, at: int) -> None:
         whole = n // state.unit * state.unit
         if whole:
             _seal(state, {name: x[:, :whole] for name, x in tokens.items()}, at // state.unit)
-        _set_tail(state, {name: x[:, whole:] for name, x in tokens.items()}, at + whole)
+        set_tail(state, {name: x[:, whole:] for name, x in tokens.items()}, at + whole)
         _keep_raw(state, tokens, at)
     state.seen.fill_(at + n)
+
+
+def set_tail(state: DecodeState, tokens: Buffers, at: int) -> None:
+    """Fewer tokens than a unit, of which all else is written, become the tail from a border on."""
+    k = tokens["k"]
+    n, D = k.shape[1], k.shape[3]
+    if state.turn is not None:
+        state.turn.fill_(0)
+    if not n:
+        return
+    slots = places(state, at, at + n)
+    if "w" in tokens:
+        assert state.ring is not None and state.tail is not None
+        _, moved, product = chunk_transport(k[:, :, :0], k, tokens["w"], tokens["beta"])
+        state.ring[:, :, slots, :D] = moved.transpose(1, 2).float()
+        state.tail[:, 0, :, :D, :D] = product
+    if "log_forget" in tokens:
+        assert state.ring_fade is not None and state.tail_fade is not None
+        behind, total = sums_behind(tokens["log_forget"])
+        state.ring_fade[:, :, slots] = behind.transpose(1, 2).float()
+        state.tail_fade[:, 0] = total
 
 
 def read_tokens(state: DecodeState, start: int, stop: int) -> Buffers:
@@ -166,27 +187,6 @@ def _matrices(state: DecodeState, units: slice) -> Tensor:
     assert state.high is not None
     high = state.high[:, units].float()
     return high if state.low is None else high + state.low[:, units]
-
-
-def _set_tail(state: DecodeState, tokens: Buffers, at: int) -> None:
-    """Fewer tokens than a unit become the tail."""
-    k = tokens["k"]
-    n, D = k.shape[1], k.shape[3]
-    if state.turn is not None:
-        state.turn.fill_(0)
-    if not n:
-        return
-    slots = places(state, at, at + n)
-    if "w" in tokens:
-        assert state.ring is not None and state.tail is not None
-        _, moved, product = chunk_transport(k[:, :, :0], k, tokens["w"], tokens["beta"])
-        state.ring[:, :, slots, :D] = moved.transpose(1, 2).float()
-        state.tail[:, 0, :, :D, :D] = product
-    if "log_forget" in tokens:
-        assert state.ring_fade is not None and state.tail_fade is not None
-        behind, total = sums_behind(tokens["log_forget"])
-        state.ring_fade[:, :, slots] = behind.transpose(1, 2).float()
-        state.tail_fade[:, 0] = total
 
 
 def _keep_raw(state: DecodeState, tokens: Buffers, at: int) -> None:

@@ -21,6 +21,7 @@ from path_attention.nn.cache_state import (
     rebuild_tables,
     set_matrices,
     set_products,
+    set_tail,
     tail_start,
     write_tokens,
 )
@@ -339,7 +340,7 @@ class StaticLayerCache(LayerCache):
         if state.has_tail:
             if length // unit < self.seen // unit:
                 rebuild_tables(state, length // unit)
-            write_tokens(state, read_tokens(state, start, length), start)
+            set_tail(state, read_tokens(state, start, length), start)
         state.seen.fill_(length)
         self.seen = length
 
