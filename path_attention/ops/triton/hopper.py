@@ -53,8 +53,8 @@ def meet(
         either(moved.query_gates, ranges),
         either(moved.key_gates, ranges), ranges, *softmax, out, either(low, out), lse, *_tables(c),
         pairs, grid.count, grid.queries, grid.keys, grid.levels, *strides(out), lse.stride(0),
-        DP=t.DP, DV=t.DV, DVP=t.DVP, BN=keys, STAGES=2, LOW=low is not None, REGISTERS=_REGISTERS,
-        num_warps=4, **c.kinds,
+        DP=t.DP, DV=t.DV, DVP=t.DVP, BN=keys, STAGES=t.hopper_stages, LOW=low is not None,
+        REGISTERS=_REGISTERS, num_warps=4, **c.kinds,
     )  # fmt: skip
 
 

@@ -20,7 +20,8 @@ class Tiles:
         D, DV: head sizes; DP, DVP: padded to 64, 128 or 256 (tiles 16 wide gave wrong results on
             sm_90).
         transport, gate: compiled in or out.
-        hopper, hopper_backward: the main loops by `hopper.py`; hopper_keys: its keys a step.
+        hopper, hopper_backward: the main loops by `hopper.py`; hopper_keys, hopper_stages: its
+            forward's keys a step, and steps fetched ahead.
         registers: of the backward loops, at most: 168 let three programs share a multiprocessor.
         forward_keys: keys a step of the forward loop; backward_keys, backward_queries: of the two
             backward loops.
@@ -52,6 +53,7 @@ class Tiles:
     hopper: bool
     hopper_backward: bool
     hopper_keys: int
+    hopper_stages: int
 
 
 def padded(size: int) -> int:
@@ -108,4 +110,5 @@ def choose_tiles(
         hopper=warpgroups and wide <= 128 and not single,
         hopper_backward=warpgroups and wide == 128 and not single and transport,
         hopper_keys=128,
+        hopper_stages=4 if wide <= 64 else 2,
     )
