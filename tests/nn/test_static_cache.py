@@ -11,8 +11,9 @@ from torch import Tensor
 
 from path_attention import path_attention
 from path_attention.nn import Chunk, LayerCache, StaticLayerCache
+from path_attention.nn.cache_state import rebuild_tables
 from path_attention.nn.cache_units import memory
-from path_attention.ops.decode import STEP
+from path_attention.ops.decode import STEP, DecodeState
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
@@ -103,13 +104,36 @@ def test_after_a_prompt(poisoned_memory, moves, fades, prompt):
 
 
 def test_after_more_than_a_group(poisoned_memory):
-    x = make(18 * 64 + 20, moves=True, fades=True)
-    cache = StaticLayerCache(18 * 64 + 80, unit=64)
-    outs = [attend_all(cache, x, [18 * 64]), attend_all(cache, x, [16, 4], 18 * 64)]
-    got = torch.cat(outs, 1)[:, -20:]
+    """Of reflections, which forget nothing; then back to fewer units, still more than a group."""
+    x = make(19 * 64 + 20, moves=True, fades=True)
+    assert x[4] is not None and x[5] is not None
+    x[4], x[5] = 2 * (x[4] > 1).float(), x[5] / 64
     wide: Any = [None if y is None else y.double() for y in x]
     whole = path_attention(*wide, implementation="blockwise").float()
-    torch.testing.assert_close(got, whole[:, -20:], **EXACT)
+    cache = StaticLayerCache(19 * 64 + 80, unit=64)
+    attend_all(cache, x, [19 * 64])
+    for start in (19 * 64, 18 * 64, 17 * 64):
+        cache.crop(start)
+        got = attend_all(cache, x, [16, 4], start)
+        torch.testing.assert_close(got, whole[:, start : start + 20], **EXACT)
+
+
+def test_tables_of_three_groups():
+    """M_u = P_{u+1} ⋯ P_last and the gates behind u, unit by unit from the last one."""
+    k = torch.zeros(2, 1, 1, 4)
+    state = DecodeState.make(k, k, 2, 40 * 64, 64, moves=True, fades=True)
+    assert state.products is not None and state.forget is not None
+    assert state.high is not None and state.unit_fade is not None
+    products = torch.linalg.qr(torch.randn(state.products.shape))[0]
+    forget = -torch.rand(state.forget.shape)
+    state.products.copy_(products)
+    state.forget.copy_(forget)
+    rebuild_tables(state, 37)
+    behind, fade = torch.eye(4).expand(2, 1, 4, 4), torch.zeros(2, 2)
+    for u in reversed(range(37)):
+        torch.testing.assert_close(state.high[:, u], behind, **EXACT)
+        torch.testing.assert_close(state.unit_fade[:, u], fade, **EXACT)
+        behind, fade = products[:, u, :, 0] @ behind, fade + forget[:, u]
 
 
 @pytest.mark.parametrize(("moves", "fades"), KINDS)
