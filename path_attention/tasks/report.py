@@ -39,7 +39,8 @@ class ReportTasks:
         if not paths:
             raise ValueError(f"out: expected results in {self.out / 'runs'}, found none")
         command = self.command or command_line(sys.argv)
-        text, results = make_report([read_run(path) for path in paths], missing(self.out), command)
+        runs = sorted((read_run(path) for path in paths), key=_order)
+        text, results = make_report(runs, missing(self.out), command)
         for task, result in results.items():
             write_result(self.to / f"{task}.json", result)
         write_whole(self.to / "report.md", text)
@@ -48,6 +49,14 @@ class ReportTasks:
         for task, result in results.items():
             draw(task, result["rows"], self.to / f"{task}.png")
         print(text)
+
+
+def _order(run: Run) -> tuple[Any, ...]:
+    """By encoding and depth; then what is searched for, so that a search reads as a table."""
+    recipe = run.recipe
+    searched = ("weight_decay", "options.beta_bias_init", "learning_rate")
+    numbers = [float(recipe.get(name) or 0) for name in searched]
+    return (recipe["encoding"], recipe["layers"], *numbers, recipe["run"])
 
 
 def make_report(

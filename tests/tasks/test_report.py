@@ -190,6 +190,16 @@ def test_a_report_of_everything(tmp_path: Path, capsys) -> None:
         ReportTasks(out=tmp_path / "none", to=to).run()
 
 
+def test_a_search_is_reported_in_the_order_of_its_values(tmp_path: Path) -> None:
+    values = [(decay, rate) for decay in (0.0, 0.1) for rate in (3e-4, 1e-3, 3e-3)]
+    for decay, rate in reversed(values):
+        recipe = replace(FLIP, weight_decay=decay, learning_rate=rate)
+        write(made_up(recipe, {"sparse": [(round(1e4 * rate) + round(10 * decay), 99)]}), tmp_path)
+    ReportTasks(out=tmp_path, to=tmp_path / "report", command="x").run()
+    rows = read_result(tmp_path / "report" / "flip_flop.json")["rows"]
+    assert [row["errors"] for row in rows] == [3, 10, 30, 4, 11, 31]
+
+
 def test_results_of_several_sources_say_so() -> None:
     runs = [made_up(replace(FLIP, seed=s), {"sparse": [(0, 9)]}) for s in (0, 1)]
     other = {"commit": "0" * 40, "device": "cuda", "versions": {"python": "3.13"}}
