@@ -1,4 +1,5 @@
-"""The form of a result: one JSON file that says what was measured, how, where, and the rows.
+"""The form of a result: one JSON file that says what was measured, how, where, and the rows; and
+how figures are written.
 
 It lies below every other module, since the operator's benchmarks and the evaluation of whole models
 write the same form; it imports nothing of the package.
@@ -18,6 +19,7 @@ No machine's name or path belongs in it, and a number that is not finite is refu
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import json
 import math
 import os
@@ -28,11 +30,15 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 KEYS = ("what", "command", "commit", "device", "versions", "rows")
 LIBRARIES = ("path-attention", "torch", "transformers", "triton")
 Row = Mapping[str, Any]
+_PNG = {"Software": None}  # leaves out which matplotlib drew it
 _ABSOLUTE_PATH = re.compile(r"(?<![\w.~-])(/[\w.~-]+){2,}|\b[A-Za-z]:\\|~/")
 
 
@@ -187,6 +193,22 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def write_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
+    """Save a figure as a PNG, whole or not at all; the folder is made."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part.png")
+    figure.savefig(part, metadata=_PNG)
+    os.replace(part, path)
+
+
+def png(figure: Figure) -> bytes:
+    """A figure as a PNG."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png", metadata=_PNG)
+    return file.getvalue()
 
 
 def _dump(value: Any) -> str:

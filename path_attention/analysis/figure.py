@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -14,6 +12,8 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from path_attention.results import png, write_figure
 
 Row = Mapping[str, Any]
 # Okabe and Ito's colours, apart for colour-blind readers; line styles tell them apart too.
@@ -36,7 +36,7 @@ def draw_models(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
         f"{rows[0]['near']:,} tokens or more before the query)",
         fontsize=11,
     )
-    save(figure, path)
+    write_figure(figure, path)
 
 
 def head_png(rows: Sequence[Row]) -> bytes:
@@ -45,9 +45,7 @@ def head_png(rows: Sequence[Row]) -> bytes:
     # margins by hand: a layout that is found takes half of the time, for every head of a model
     figure.subplots_adjust(left=0.045, right=0.99, bottom=0.16, top=0.91, wspace=0.3)
     draw_panels(figure.subplots(1, _PANELS), rows)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": None})
-    return buffer.getvalue()
+    return png(figure)
 
 
 def draw_heads(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
@@ -81,7 +79,7 @@ def draw_heads(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.yaxis.get_major_locator().set_params(integer=True)
         figure.colorbar(image, ax=axes)
-    save(figure, path)
+    write_figure(figure, path)
 
 
 def draw_panels(panels: Sequence[Axes], rows: Sequence[Row]) -> None:
@@ -154,14 +152,6 @@ def finish(axes: Axes) -> None:
     axes.title.set_fontsize(9)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize=7)
-
-
-def save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write a PNG whole or not at all; the folder is made."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    part = Path(path).with_suffix(".part.png")
-    figure.savefig(part, metadata={"Software": None})
-    os.replace(part, path)
 
 
 def _draw_scores(axes: Axes, rows: Sequence[Row]) -> None:

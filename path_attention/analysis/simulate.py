@@ -29,14 +29,13 @@ from path_attention.analysis.figure import (
     RED,
     curve,
     finish,
-    save,
 )
 from path_attention.analysis.measure import Probes, measure
 from path_attention.analysis.routes import Routes
 from path_attention.analysis.summary import Row, mean_rows, summary
 from path_attention.analysis.theory import cap_tail, householder_gap, uniform_angle_gap
 from path_attention.models.loading import choose_device
-from path_attention.results import make_result, write_result
+from path_attention.results import make_result, write_figure, write_result
 
 _SEGMENT = 64  # of walks: short ones show the tails at many places
 
@@ -219,7 +218,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
         f"(far: {near:,} tokens or more before the query)",
         fontsize=11,
     )
-    save(figure, path)
+    write_figure(figure, path)
 
 
 def _draw_routes(axes: Any, rows: Sequence[Row]) -> None:

@@ -16,7 +16,7 @@ from path_attention.analysis.construction import (
     swap_tracker,
 )
 from path_attention.models.loading import choose_device
-from path_attention.results import make_result, write_result
+from path_attention.results import make_result, write_figure, write_result
 
 _PARTS = 20
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -126,4 +126,4 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     axes.set_title("One PaTH layer with hand-set weights: five items under swaps")
-    figure.savefig(path)
+    write_figure(figure, path)

@@ -21,7 +21,7 @@ from path_attention.analysis.construction import (
 )
 from path_attention.analysis.swaps_task import TrackedSwaps
 from path_attention.models.loading import choose_device
-from path_attention.results import make_result, write_result
+from path_attention.results import make_result, write_figure, write_result
 from path_attention.tasks.engine import Engine
 from path_attention.tasks.measure import Counts, measure
 from path_attention.tasks.recipe import Options, TaskRecipe
@@ -217,4 +217,4 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     left.set_ylabel("share of right answers")
     right.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.suptitle("One layer, five items under swaps: thin lines are seeds")
-    figure.savefig(path)
+    write_figure(figure, path)

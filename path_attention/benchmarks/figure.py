@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
@@ -15,6 +14,7 @@ from rich.table import Table
 
 from path_attention.benchmarks.candidates import ENCODINGS
 from path_attention.benchmarks.measure import PHASES, show_time
+from path_attention.results import write_figure
 
 # Okabe and Ito's colours, apart for colour-blind readers. Lines: a colour for each encoding, a
 # marker for each candidate.
@@ -72,7 +72,7 @@ def draw(result: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     right.legend(frameon=False, fontsize=8)
     figure.suptitle(_title(result), fontsize=10)
-    _save(figure, path)
+    write_figure(figure, path)
 
 
 def draw_bars(panels: Sequence[Panel], title: str, path: str | os.PathLike[str]) -> None:
@@ -111,14 +111,7 @@ def draw_bars(panels: Sequence[Panel], title: str, path: str | os.PathLike[str])
         handles.values(), handles, frameon=False, fontsize=8, loc="outside lower center", ncols=6
     )
     figure.suptitle(title, fontsize=10)
-    _save(figure, path)
-
-
-def _save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    part = Path(path).with_suffix(".part.png")
-    figure.savefig(part, metadata={"Software": None})
-    os.replace(part, path)
+    write_figure(figure, path)
 
 
 def print_table(result: Mapping[str, Any]) -> None:

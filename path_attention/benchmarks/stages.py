@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from path_attention.benchmarks.candidates import ENCODINGS, candidates
 from path_attention.benchmarks.comparison import publish, shapes, words
 from path_attention.benchmarks.inputs import make_inputs
+from path_attention.results import write_figure
 
 _REPEATS = 5
 
@@ -149,5 +150,4 @@ def _draw(result: Mapping[str, Any], path: Path) -> None:
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), reverse=True)
     tokens = rows[0]["tokens"]
     figure.suptitle(f"Kernels of the Triton operator, {tokens:,} tokens, {result['device']}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    write_figure(figure, path)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from path_attention.results import make_result, read_result, write_result
+from path_attention.results import make_result, read_result, write_figure, write_result
 from path_attention.training.log import read_log
 
 STAGES = ("attention", "logits", "pretraining")
@@ -189,10 +189,7 @@ def draw(result: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     for panel in axes:
         panel.grid(color="0.9", linewidth=0.6)
         panel.spines[["top", "right"]].set_visible(False)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    part = Path(path).with_suffix(".part.png")
-    figure.savefig(part, metadata={"Software": None})
-    os.replace(part, path)
+    write_figure(figure, path)
 
 
 def _is(row: Mapping[str, Any], by: str, stage: str) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
+
+from path_attention.results import write_figure
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # Okabe and Ito's
 _MARKERS = "osD^"
@@ -37,10 +38,7 @@ def draw(result: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
         each.set_axisbelow(True)
         each.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"{models[0]['targets']:,} held-out target tokens", fontsize=11)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    part = Path(path).with_suffix(".part.png")
-    figure.savefig(part, metadata={"Software": None})
-    os.replace(part, path)
+    write_figure(figure, path)
 
 
 def _layers(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:

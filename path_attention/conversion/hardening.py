@@ -36,7 +36,7 @@ from path_attention.evaluation.perplexity_by_length import (
     perplexity_by_length,
 )
 from path_attention.models import model_folder
-from path_attention.results import make_result, read_result, write_result
+from path_attention.results import make_result, read_result, write_figure, write_result
 from path_attention.training.corpus import TokenCorpus
 from path_attention.training.export import export_step
 from path_attention.training.log import read_log
@@ -364,10 +364,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
         axes.grid(color="0.9", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize=7)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".part.png")
-    figure.savefig(partial, metadata={"Software": None})
-    os.replace(partial, path)
+    write_figure(figure, path)
 
 
 def _line(

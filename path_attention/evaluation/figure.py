@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+from path_attention.results import write_figure
 
 # Okabe and Ito's colours, apart for colour-blind readers and in grey; markers tell them apart too.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -38,10 +39,7 @@ def draw(result: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     right.set_title("targets spread over each stretch", fontsize=10)
     left.legend(frameon=False)
     figure.suptitle(_title(rows), fontsize=11)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    part = Path(path).with_suffix(".part.png")
-    figure.savefig(part, metadata={"Software": None})
-    os.replace(part, path)
+    write_figure(figure, path)
 
 
 def _curves(axes: Axes, rows: Sequence[Row], x: str) -> None:

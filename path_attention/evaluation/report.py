@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import tyro
 
 from path_attention.evaluation.published import MODELS, PUBLISHED
-from path_attention.evaluation.suite_figure import draw_suite, png, scale
-from path_attention.results import read_result, write_whole
+from path_attention.evaluation.suite_figure import draw_suite, scale
+from path_attention.results import png, read_result, write_whole
 
 Row = Mapping[str, Any]
 _STYLE = """

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import io
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -36,22 +33,6 @@ def draw_suite(suite: str, rows: Sequence[Row]) -> Figure:
     if len({row["length"] for row in by_length}) > 1:
         return _curves(suite, by_length)
     return _bars(suite, rows)
-
-
-def write_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Save as a PNG, whole or not at all."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part.png")
-    figure.savefig(part, metadata={"Software": None})
-    os.replace(part, path)
-
-
-def png(figure: Figure) -> bytes:
-    """A figure as a PNG."""
-    file = io.BytesIO()
-    figure.savefig(file, format="png", metadata={"Software": None})
-    return file.getvalue()
 
 
 def _curves(suite: str, rows: Sequence[Row]) -> Figure:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from matplotlib.figure import Figure
 from path_attention.evaluation.figure import draw as draw_by_length
 from path_attention.evaluation.merge_seeds import merge_seeds
 from path_attention.recipes.language_models import MODELS
-from path_attention.results import command_line, read_result, write_result
+from path_attention.results import command_line, read_result, write_figure, write_result
 from path_attention.training.log import read_log
 
 Row = dict[str, Any]
@@ -202,10 +201,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         f"{first['precision']} ({shade if seeds > 1 else 'one seed'})",
         fontsize=11,
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part.png")
-    figure.savefig(part, metadata={"Software": None})
-    os.replace(part, path)
+    write_figure(figure, path)
 
 
 def _curve(axes: Axes, rows: Sequence[Row], model: str, n: int) -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from path_attention.analysis.figure import finish, save
+from path_attention.analysis.figure import finish
 from path_attention.recipes.compare_report import Row, find_runs, merge_part
 from path_attention.recipes.extrapolation import CONTEXT, PUBLISHED, TITLES
-from path_attention.results import command_line, read_result, write_result
+from path_attention.results import command_line, read_result, write_figure, write_result
 
 HOLDS = 1.1  # a model holds at a length where its perplexity is at most this times the shortest's
 # Okabe and Ito's colours, apart for colour-blind readers; then again with another line.
@@ -192,7 +192,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         f"mean of {seeds} seeds, shaded from the least to the greatest" if seeds > 1 else "one seed"
     )
     figure.suptitle(f"How far encodings extrapolate ({shade}; stars: published)", fontsize=11)
-    save(figure, path)
+    write_figure(figure, path)
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from path_attention.results import write_figure
 from path_attention.tasks.record import Row
 
 # Okabe and Ito's colours, apart for colour-blind readers and in grey; markers tell them apart too.
@@ -25,12 +25,8 @@ def draw(task: str, rows: Sequence[Row], path: Path) -> None:
     the fewest layers by length, one panel a form. mqrar: accuracy by N, shaded from the least to
     the greatest seed.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     drawing = {"flip_flop": _flip_flop, "group_words": _group_words, "mqrar": _mqrar}[task]
-    figure = drawing([row for row in rows if row["kind"] != "not_run"])
-    part = path.with_suffix(".part.png")
-    figure.savefig(part, metadata={"Software": None})
-    os.replace(part, path)
+    write_figure(drawing([row for row in rows if row["kind"] != "not_run"]), path)
 
 
 def _flip_flop(rows: Sequence[Row]) -> Figure:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from path_attention.evaluation.suite_figure import draw_suite, png, write_figure
+from path_attention.evaluation.suite_figure import draw_suite
+from path_attention.results import png, write_figure
 
 
 def row(model, column, length, score, metric="score", low=0.05):

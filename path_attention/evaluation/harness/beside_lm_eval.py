@@ -36,7 +36,7 @@ from path_attention.models.loading import (
     load_tokenizer,
     model_folder,
 )
-from path_attention.results import device_name, make_result, versions, write_result
+from path_attention.results import device_name, make_result, versions, write_figure, write_result
 
 if TYPE_CHECKING:
     from path_attention.evaluation.generated.background import Background
@@ -88,7 +88,7 @@ class EvaluateBesideLmEval:
     def run(self) -> None:
         from transformers.utils.logging import disable_progress_bar
 
-        from path_attention.evaluation.suite_figure import draw_ways, write_figure
+        from path_attention.evaluation.suite_figure import draw_ways
 
         disable_progress_bar()
         models = name_models(self.models, self.labels)

@@ -22,7 +22,7 @@ from path_attention.models.loading import (
     load_tokenizer,
     model_folder,
 )
-from path_attention.results import device_name, make_result, versions, write_result
+from path_attention.results import device_name, make_result, versions, write_figure, write_result
 from path_attention.training.tokenizer import tokenizer_digest
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class EvaluateAnySuite:
         from transformers.utils.logging import disable_progress_bar
 
         from path_attention.evaluation.harness.table import print_scores
-        from path_attention.evaluation.suite_figure import draw_suite, write_figure
+        from path_attention.evaluation.suite_figure import draw_suite
         from path_attention.evaluation.table import show_progress
 
         disable_progress_bar()
