@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from path_attention.benchmarks.candidates import ENCODINGS
 from path_attention.benchmarks.comparison import publish, words
 from path_attention.benchmarks.inputs import make_inputs
+from path_attention.results import write_figure
 
 _SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB a program may have
 _TOKENS = 512
@@ -88,8 +89,8 @@ class BenchmarkKernels:
         memory = _SHARED_MEMORY[self.capability] * 1024
         with (
             recorded(hopper, meet, move, operator, ranges) as launches,
-            mock.patch.object(call, "_shared_memory", lambda device: memory),
-            mock.patch.object(call, "_has_warpgroups", lambda device: loops == "hopper"),
+            mock.patch.object(call, "shared_memory_of", lambda device: memory),
+            mock.patch.object(call, "warpgroups_of", lambda device: loops == "hopper"),
         ):
             out, *rest = operator._forward(*inputs, 0.1, None, False)
             operator._backward(out, None, *inputs, out, *rest, 0.1, None)
@@ -124,5 +125,4 @@ def _draw(result: Mapping[str, Any], path: Path) -> None:
     figure.suptitle(
         f"Kernels compiled for compute capability {capability}, {encoding}", fontsize=10
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    write_figure(figure, path)

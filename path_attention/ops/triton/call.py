@@ -76,7 +76,7 @@ def make_call(q, k, v, w, beta, log_forget, lengths: Tensor | None) -> Call:
     grid = make_grid((T,) * B if lengths is None else tuple(lengths.tolist()), q.device)
     transport = w is not None
     operand = operand_of(q, w)
-    memory, warpgroups = _shared_memory(q.device), _has_warpgroups(q.device)
+    memory, warpgroups = shared_memory_of(q.device), warpgroups_of(q.device)
     tiles = choose_tiles(D, DV, operand, transport, log_forget is not None, memory, warpgroups)
     return Call(
         token_rows(q),
@@ -94,13 +94,15 @@ def make_call(q, k, v, w, beta, log_forget, lengths: Tensor | None) -> Call:
     )
 
 
-def _shared_memory(device: torch.device) -> int:
+def shared_memory_of(device: torch.device) -> int:
+    """Bytes of it that one program may have; where there is no GPU, a data-centre one's."""
     if device.type != "cuda":
         return 227 * 1024
     return shared_memory(device.index)
 
 
-def _has_warpgroups(device: torch.device) -> bool:
+def warpgroups_of(device: torch.device) -> bool:
+    """Whether the main loops run by `hopper.py` there."""
     return device.type == "cuda" and has_warpgroups(device.index)
 
 

@@ -61,7 +61,7 @@ def choose_group_tiles(
     moves: a unit's matrix is there too. gates: and a tile of rows and keys, of several heads.
     """
     tiles = choose_tiles(width, rows, itemsize)
-    room = call._shared_memory(device) - _SCRATCH - moves * width * width * max(2, itemsize)
+    room = call.shared_memory_of(device) - _SCRATCH - moves * width * width * max(2, itemsize)
     while True:
         stage = tiles.keys * (2 * width * itemsize + gates * 4 * tiles.rows)
         if room >= 4 * width * tiles.rows + stage * (tiles.stages - 1):

@@ -160,7 +160,7 @@ def _queries_of(
     tma.store_wait(0)
     o_r = gl.arange(0, 64, gl.SliceLayout(1, output))
     o_d = gl.arange(0, DP, gl.SliceLayout(0, output))
-    written = o_r[:, None] + o_d[None, :] < there * (64 + DP)
+    written = (o_r[:, None] < there * 64) & (o_d[None, :] < DP)
     gl.store(dqt_ptr + row * DP + o_r[:, None] * DP + o_d[None, :], dq, written)
     if GATE:
         gl.store(rows_ptr + row + o, sums, o < there * 64)
@@ -370,11 +370,11 @@ def _keys_of(
     row = (i_h.to(gl.int64) * count + i_block + mine) * 64
     o_r = gl.arange(0, 64, gl.SliceLayout(1, output))
     o_d = gl.arange(0, DP, gl.SliceLayout(0, output))
-    written = o_r[:, None] + o_d[None, :] < there * (64 + DP)
+    written = (o_r[:, None] < there * 64) & (o_d[None, :] < DP)
     gl.store(dkt_ptr + row * DP + o_r[:, None] * DP + o_d[None, :], dk, written)
     o_r = gl.arange(0, 64, gl.SliceLayout(1, values))
     o_v = gl.arange(0, DVP, gl.SliceLayout(0, values))
-    written = o_r[:, None] + o_v[None, :] < there * (64 + DVP)
+    written = (o_r[:, None] < there * 64) & (o_v[None, :] < DVP)
     gl.store(dv_ptr + row * DVP + o_r[:, None] * DVP + o_v[None, :], dv, written)
 
 

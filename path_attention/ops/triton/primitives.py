@@ -100,7 +100,13 @@ def range_of(x):
 
     (Of several tiles that one power scales, the least of theirs fits all.)
     """
-    exponent = -tl.math.ceil(tl.math.log2(tl.max(tl.abs(x))))
+    return power_for(tl.max(tl.abs(x)))
+
+
+@triton.jit
+def power_for(largest):
+    """As `range_of`, of tiles or rows whose largest entries these are."""
+    exponent = -tl.math.ceil(tl.math.log2(largest))
     return tl.math.exp2(tl.minimum(tl.maximum(exponent, -100.0), 100.0))
 
 

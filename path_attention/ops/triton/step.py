@@ -72,7 +72,7 @@ def choose_step_tiles(width: int, rows: int, itemsize: int, device: torch.device
     tiles = choose_tiles(width, rows, itemsize)
     tiles = tiles._replace(rows=min(tiles.rows, 4096 // width))
     buffer = 2 * width * itemsize * (tiles.keys + tiles.rows)
-    room = call._shared_memory(device) - _SCRATCH
+    room = call.shared_memory_of(device) - _SCRATCH
     return tiles._replace(stages=max(1, min(tiles.stages, 1 + room // buffer)))
 
 

@@ -36,7 +36,7 @@ def _merge(b_x, b_n, HALF: tl.constexpr, OPERAND: tl.constexpr):
 
 
 @triton.jit
-def _inverse(b_w, b_beta, OPERAND: tl.constexpr):
+def block_inverse(b_w, b_beta, OPERAND: tl.constexpr):
     """X = (I + N)⁻¹, N = diag(β)·striu(W Wᵀ): 8 rows by substitution, then merged. [64, 64]"""
     o = tl.arange(0, 64)
     r, c = o[:, None], o[None, :]
@@ -96,7 +96,7 @@ def block_fwd_kernel(
     b_w = load_tile(w_ptr + i_h * stride_wh, token, stride_wt, o, o_d, valid, D).to(tl.float32)
     p_beta = beta_ptr + i_h * stride_bh + (token.to(tl.int64) + o) * stride_bt
     b_beta = tl.load(p_beta, o < valid, other=0.0).to(tl.float32)
-    b_t = _inverse(b_w, b_beta, OPERAND)
+    b_t = block_inverse(b_w, b_beta, OPERAND)
     if BACKWARD:
         tl.store(x_ptr + o_square, b_t)
     b_t *= b_beta[None, :]

@@ -21,9 +21,9 @@ from torch import Tensor
 from path_attention.ops.transport import products_behind
 from path_attention.ops.triton import call
 from path_attention.ops.triton.device import LARGE_SHARED_MEMORY
-from path_attention.ops.triton.primitives import dot_exact, pass_factors
+from path_attention.ops.triton.primitives import dot_exact, pass_factors, power_for
 from path_attention.ops.triton.tiles import MOST_REGISTERS, padded
-from path_attention.ops.triton.transition import _inverse
+from path_attention.ops.triton.transition import block_inverse
 
 WALKED = 64  # factors of a short chunk
 LONGEST = 1024  # factors of a unit: programs walk over 16 blocks at most
@@ -104,7 +104,7 @@ def solve_kernel(
     rows = _factor_rows(i_b, i_h, start, i, T, H, N)
     b_w = _directions(w_ptr, rows, inside, tl.arange(0, DP), D)
     b_beta = tl.load(beta_ptr + rows, inside, other=0.0).to(tl.float32)
-    b_t = _inverse(b_w, b_beta, tl.float16) * b_beta[None, :]
+    b_t = block_inverse(b_w, b_beta, tl.float16) * b_beta[None, :]
     tl.store(_solved(t_ptr, i_bh, i_u, i_block, tl.num_programs(0)), b_t)
 
 
@@ -126,13 +126,6 @@ def _pass_block(
     return b_x - dot_exact(dot_exact(b_y, b_t, tl.float16), b_w, tl.float16)
 
 
-@triton.jit
-def _row_range(b_x):
-    """A power of two for each row that brings its largest entry to about 1, if 2^±100 can."""
-    exponent = -tl.math.ceil(tl.math.log2(tl.max(tl.abs(b_x), 1)))
-    return tl.math.exp2(tl.minimum(tl.maximum(exponent, -100.0), 100.0))
-
-
 @triton.jit(do_not_specialize=["T", "unit", "blocks"])
 def walk_kernel(
     q_ptr, k_ptr, w_ptr, t_ptr, q_out_ptr, k_out_ptr, product_ptr, T, unit, blocks,
@@ -152,7 +145,7 @@ def walk_kernel(
         inside = (o < tokens)[:, None] & columns & is_key
         b_x = tl.load(k_ptr + at, inside, other=0.0).to(tl.float32)
         b_x = tl.where(is_key, b_x, tl.where(o[:, None] == o_d[None, :], 1.0, 0.0))
-        in_range = _row_range(b_x)
+        in_range = power_for(tl.max(tl.abs(b_x), 1))
         b_x *= in_range[:, None]
         crossed = tl.where(is_key, (o + 1) * N, 0)
         first = tl.where(is_key, (i_c * 64 + 1) * N // 64, 0)
@@ -173,7 +166,7 @@ def walk_kernel(
         at += o_d[None, :]
         inside = (t < tokens)[:, None] & columns
         b_x = tl.load(q_ptr + at, inside, other=0.0).to(tl.float32)
-        in_range = _row_range(b_x)
+        in_range = power_for(tl.max(tl.abs(b_x), 1))
         b_x *= in_range[:, None]
         last = (tl.minimum(tl.max(t, 0) + 1, tokens) * N - 1) // 64
         for n in tl.range(0, last + 1, num_stages=1):
@@ -222,7 +215,7 @@ def _by_units(
     starts, ends = wide.new_empty(q.shape), wide.new_empty(k.shape)
     products = wide.new_empty(B, U, H, D, D)
     # Matrix units that read shared memory need fewer registers, and come with more of it.
-    hopper = call._shared_memory(k.device) > LARGE_SHARED_MEMORY
+    hopper = call.shared_memory_of(k.device) > LARGE_SHARED_MEMORY
     options = {"num_warps": 4 if DP == 64 and hopper else 8}
     if k.device.type == "cuda":
         options["maxnreg"] = MOST_REGISTERS

@@ -41,7 +41,7 @@ def launches(D: int, encoding: str, dtype: torch.dtype, shared_memory: int) -> N
         out, rest, low = stick_breaking._forward(q, k, v, 0.1, None)
         stick_breaking._backward(out, rest, q, k, v, out, rest, low, 0.1, None)
         return
-    call._shared_memory = lambda device: shared_memory
+    call.shared_memory_of = lambda device: shared_memory
     if encoding.startswith("decode_"):
         q, k, v, w, beta, gate = encoded(
             encoding.removeprefix("decode_"), 1, heads=(4, 2), size=(D, D)
@@ -55,7 +55,7 @@ def launches(D: int, encoding: str, dtype: torch.dtype, shared_memory: int) -> N
         prefill(D, encoding.removeprefix("prefill_"), dtype)
         return
     warpgroups = encoding.startswith("hopper_")
-    call._has_warpgroups = lambda device: warpgroups
+    call.warpgroups_of = lambda device: warpgroups
     encoding = encoding.removeprefix("hopper_")
     x = encoded(encoding, 512, heads=(4, 2), size=(D, D))
     x = [*x.to(dtype)[:3], *x[3:]]

@@ -367,5 +367,5 @@ def test_every_choice_of_tiles(tiles, monkeypatch):
 def test_tiles_for_little_shared_memory(D, monkeypatch):
     from path_attention.ops.triton import call
 
-    monkeypatch.setattr(call, "_shared_memory", lambda device: 99 * 1024)
+    monkeypatch.setattr(call, "shared_memory_of", lambda device: 99 * 1024)
     check(make("path_fox", 330, size=(D, D)))
