@@ -35,12 +35,12 @@ def shared_memory(index: int | None) -> int:
 
 
 def has_warpgroups(index: int | None) -> bool:
-    """Whether the main loops run by Hopper's kernels: compute capability 9.0, where asked for.
+    """Whether the main loops run by Hopper's kernels: on compute capability 9.0.
 
-    They have passed an emulator's tests and no GPU's yet, so `PATH_ATTENTION_HOPPER=1` asks.
+    `PATH_ATTENTION_HOPPER=0` declines, to compare.
     """
-    asked = os.environ.get("PATH_ATTENTION_HOPPER") == "1"
-    return asked and torch.cuda.get_device_capability(index) == (9, 0)
+    declined = os.environ.get("PATH_ATTENTION_HOPPER") == "0"
+    return not declined and torch.cuda.get_device_capability(index) == (9, 0)
 
 
 @torch.compiler.assume_constant_result

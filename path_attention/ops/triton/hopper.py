@@ -1,6 +1,6 @@
 """The main loops' launches on Hopper (compute capability 9.0): `meet.py`'s stages by Gluon kernels.
 
-Chosen by `Tiles.hopper`. The same inputs and results as the portable kernels; a program is a pair
+Chosen by `Tiles`, each by itself. The same inputs and results as the portable kernels; a program is a pair
 of neighbouring blocks, which from the second level on meet the same units.
 """
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _REGISTERS = 240  # of a thread of the two warpgroups: 512 more than a multiprocessor has are left
 _ROWS = 64
+_KEYS = 128  # a step of the forward loop
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 
@@ -46,14 +47,14 @@ def meet(
 ) -> None:
     """As `meet.meet`."""
     t, grid = c.tiles, c.grid
-    keys, pairs = t.hopper_keys, len(grid.pairs)
+    pairs = len(grid.pairs)
     meet_fwd_hopper_kernel[(pairs, c.H * c.G)](
         _tiled(stored(moved.queries, c.q, t.DP, _ROWS)),
-        _tiled(stored(moved.keys, c.k, t.DP, keys)), _tiled(public(c.v, t.DVP, keys)),
+        _tiled(stored(moved.keys, c.k, t.DP, _KEYS)), _tiled(public(c.v, t.DVP, _KEYS)),
         either(moved.query_gates, ranges),
         either(moved.key_gates, ranges), ranges, *softmax, out, either(low, out), lse, *_tables(c),
         pairs, grid.count, grid.queries, grid.keys, grid.levels, *strides(out), lse.stride(0),
-        DP=t.DP, DV=t.DV, DVP=t.DVP, BN=keys, STAGES=t.hopper_stages, LOW=low is not None,
+        DP=t.DP, DV=t.DV, DVP=t.DVP, BN=_KEYS, STAGES=2, LOW=low is not None,
         REGISTERS=_REGISTERS, num_warps=4, **c.kinds,
     )  # fmt: skip
 
@@ -82,6 +83,7 @@ def keys_backward(
 ) -> None:
     """As `meet.keys_backward`, with transport."""
     t = c.tiles
+    held = t.DP == t.DVP == 64
     keys_bwd_hopper_kernel[(len(c.grid.pairs), c.H)](
         _tiled(stored(moved.queries, c.q, t.DP, _ROWS)),
         _tiled(stored(moved.keys, c.k, t.DP, _ROWS)), _tiled(public(c.v, t.DVP, _ROWS)),
@@ -89,5 +91,5 @@ def keys_backward(
         _tiled(vector(either(moved.query_gates, top.lse), _ROWS)), _tiled(vector(top.delta, _ROWS)),
         _tiled(stored(arriving, c.q, t.DP, _ROWS)), undo, either(moved.key_gates, ranges), ranges,
         partial.k, partial.v, partial.columns, *_tables(c), *_counts(c), G=c.G, DP=t.DP, DVP=t.DVP,
-        BM=_ROWS, STAGES=2, GATE=t.gate, REGISTERS=_REGISTERS, num_warps=4,
+        BM=_ROWS, STAGES=3 if held else 2, HELD=held, GATE=t.gate, REGISTERS=_REGISTERS, num_warps=4,
     )  # fmt: skip

@@ -282,9 +282,13 @@ def _keys_of(
     x_ready, x_empty, dkh_desc, undo_ptr, kc_ptr, range_ptr, dkt_ptr, dv_ptr, columns_ptr,
     i_block, i, size, table, i_h, count, keys, levels,
     G: gl.constexpr, DP: gl.constexpr, DVP: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
-    GATE: gl.constexpr, SECOND: gl.constexpr,
+    HELD: gl.constexpr, GATE: gl.constexpr, SECOND: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of one block's keys and values. A second block that is not there has none."""
+    """Gradients of one block's keys and values. A second block that is not there has none.
+
+    HELD: keys and values stay in registers, which leaves shared memory to the queries. (At size 128
+    there is no room.)
+    """
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DP, 16])
     values: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DVP, 16])
@@ -304,6 +308,8 @@ def _keys_of(
     n = 0
     moves = 0
     mbarrier.wait(v_ready.index(0), 0)
+    left: gl.constexpr = gl.DotOperandLayout(0, scores, 2)
+    v_a = v_s.load(left) if HELD else v_s
     for down in range(0, levels - 1):
         level = levels - 1 - down
         unit = i >> level
@@ -326,6 +332,7 @@ def _keys_of(
                 dk = dk * undo
                 moves += 1
             mbarrier.wait(k_ready.index(0), n & 1)
+            k_a = k_s.load(left) if HELD else k_s
             rows = gl.minimum(1 << level, size - right) * 64
             for g in range(0, G):
                 i_hq = (i_h * G + g).to(gl.int64)
@@ -338,10 +345,10 @@ def _keys_of(
                     stage = tile % STAGES
                     mbarrier.wait(x_ready.index(stage), (tile // STAGES) & 1)
                     s = warpgroup_mma(
-                        k_s, q_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
+                        k_a, q_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
                     )
                     d = warpgroup_mma(
-                        v_s, do_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
+                        v_a, do_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
                     )
                     lse = lse_s.index(stage).load(columns_of)
                     s = warpgroup_mma_wait(1, deps=(s,))
@@ -384,7 +391,7 @@ def keys_bwd_hopper_kernel(
     range_ptr, dkt_ptr, dv_ptr, columns_ptr, pairs_ptr, blocks_ptr, sequences_ptr,
     pairs, count, queries, keys, nodes, levels,
     G: gl.constexpr, DP: gl.constexpr, DVP: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
-    GATE: gl.constexpr, REGISTERS: gl.constexpr,
+    HELD: gl.constexpr, GATE: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Gradients of two blocks' keys at the end of their pair and values: as `keys_bwd_kernel`."""
     i_pair = gl.program_id(0)
@@ -415,11 +422,11 @@ def keys_bwd_hopper_kernel(
         (_keys_of, (k0_s, v0_s, d0_s, q_s, do_s, lse_s, delta_s, p_s, v_ready, k_ready, k_empty,
                     p_ready, p_empty, x_ready, x_empty, dkh_desc, undo_ptr, kc_ptr, range_ptr,
                     dkt_ptr, dv_ptr, columns_ptr, i_block, i, size, table, i_h, count, keys,
-                    levels, G, DP, DVP, BM, STAGES, GATE, 0)),
+                    levels, G, DP, DVP, BM, STAGES, HELD, GATE, 0)),
         (_keys_of, (k1_s, v1_s, d1_s, q_s, do_s, lse_s, delta_s, p_s, v_ready, k_ready, k_empty,
                     p_ready, p_empty, x_ready, x_empty, dkh_desc, undo_ptr, kc_ptr, range_ptr,
                     dkt_ptr, dv_ptr, columns_ptr, i_block, i, size, table, i_h, count, keys,
-                    levels, G, DP, DVP, BM, STAGES, GATE, 1)),
+                    levels, G, DP, DVP, BM, STAGES, HELD, GATE, 1)),
         (_fetch_queries, (q_desc, k_desc, v_desc, do_desc, p_desc, lse_desc, delta_desc, q_s, do_s,
                           lse_s, delta_s, k0_s, k1_s, v0_s, v1_s, p_s, v_ready, k_ready, k_empty,
                           p_ready, p_empty, x_ready, x_empty, token, i, size, first, table, i_h,

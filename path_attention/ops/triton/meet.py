@@ -46,7 +46,7 @@ def meet(
     c: Call, moved: Moved, ranges: Tensor, softmax: Softmax, out: Tensor, low: Tensor | None, lse
 ) -> None:
     """Take every left unit into the softmax begun; write out, its low part and lse."""
-    if c.tiles.hopper:
+    if c.tiles.hopper_forward:
         _hopper().meet(c, moved, ranges, softmax, out, low, lse)
         return
     t, grid = c.tiles, c.grid
@@ -80,9 +80,8 @@ def meet_backward(c: Call, moved: Moved, ranges: Tensor, top: Top) -> Partial:
     # What a level's queries, and then its keys, get from the levels above; scales of the latter.
     arriving = c.empty(max(moved.queries.numel(), moved.keys.numel()), dtype=c.operand)
     undo = c.empty(H, max(1, grid.keys))
-    queries_stage, keys_stage = queries_backward, keys_backward
-    if t.hopper_backward:
-        queries_stage, keys_stage = _hopper().queries_backward, _hopper().keys_backward
+    queries_stage = _hopper().queries_backward if t.hopper_queries else queries_backward
+    keys_stage = _hopper().keys_backward if t.hopper_keys else keys_backward
     queries_stage(c, moved, ranges, top, partial, arriving)
     _sum_transitions(c, arriving, moved.queries, undo, partial.transitions, right=False)
     keys_stage(c, moved, ranges, top, partial, arriving, undo)

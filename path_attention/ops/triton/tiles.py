@@ -20,8 +20,8 @@ class Tiles:
         D, DV: head sizes; DP, DVP: padded to 64, 128 or 256 (tiles 16 wide gave wrong results on
             sm_90).
         transport, gate: compiled in or out.
-        hopper, hopper_backward: the main loops by `hopper.py`; hopper_keys, hopper_stages: its
-            forward's keys a step, and steps fetched ahead.
+        hopper_forward, hopper_queries, hopper_keys: a main loop by `hopper.py`, where that was the
+            faster one.
         registers: of the backward loops, at most: 168 let three programs share a multiprocessor.
         forward_keys: keys a step of the forward loop; backward_keys, backward_queries: of the two
             backward loops.
@@ -50,10 +50,9 @@ class Tiles:
     block_warps: int
     local_warps: int
     block_bwd_warps: int
-    hopper: bool
-    hopper_backward: bool
-    hopper_keys: int
-    hopper_stages: int
+    hopper_forward: bool
+    hopper_queries: bool
+    hopper_keys: bool
 
 
 def padded(size: int) -> int:
@@ -77,6 +76,7 @@ def choose_tiles(
     DP, DVP = padded(D), padded(DV)
     wide = max(DP, DVP)
     single = dtype == torch.float32
+    warpgroups = warpgroups and not single
     # Matrix units that read shared memory come with more of it (from Hopper on).
     hopper = shared_memory > LARGE_SHARED_MEMORY
     large = wide <= 64 and not single and hopper
@@ -107,8 +107,7 @@ def choose_tiles(
         block_warps=warps,
         local_warps=warps,
         block_bwd_warps=warps,
-        hopper=warpgroups and wide <= 128 and not single,
-        hopper_backward=warpgroups and wide == 128 and not single and transport,
-        hopper_keys=128,
-        hopper_stages=4 if wide <= 64 else 2,
+        hopper_forward=warpgroups and wide == 128,
+        hopper_queries=warpgroups and wide == 128 and transport,
+        hopper_keys=warpgroups and wide <= 128 and transport,
     )

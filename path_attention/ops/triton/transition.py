@@ -344,47 +344,43 @@ def block_bwd_kernel(
     b_k = load_tile(k_ptr + i_h * stride_kh, token, stride_kt, o, o_d, valid, D)
     b_k = (b_k.to(tl.float32) * tl.load(range_ptr + 1)).to(OPERAND)
 
-    # Gradients grow with the number of queries: bring this block's into range, undo it at the end.
-    # One power for all: what came across the block can be far smaller than what came inside it.
-    largest = tl.zeros([16], tl.float32)
-    for start in tl.range(0, 64, 16, num_stages=1):
-        o_rows = here * 64 + start + tl.arange(0, 16)
-        p_d, p_e = o_rows[:, None] * DP + o_d[None, :], o_rows[:, None] * 64 + o[None, :]
-        largest = tl.maximum(largest, tl.max(tl.abs(tl.load(dwl_ptr + p_d)), 1))
-        largest = tl.maximum(largest, tl.max(tl.abs(tl.load(dkt_ptr + p_d)), 1))
-        largest = tl.maximum(largest, tl.max(tl.abs(tl.load(dg_ptr + p_d)), 1))
-        largest = tl.maximum(largest, tl.max(tl.abs(tl.load(de_ptr + p_e)), 1))
-    scale = range_of(largest)
-    b_dkt = tl.load(dkt_ptr + o_tile) * scale
-    b_dgx = (tl.load(dg_ptr + o_tile) * scale).to(OPERAND)
-    b_dw = tl.load(dwl_ptr + o_tile) * scale
     b_beta_ = beta_ptr + i_h * stride_bh + (token.to(tl.int64) + o) * stride_bt
     b_beta = tl.load(b_beta_, o < valid, other=0.0).to(tl.float32)
-    b_x = tl.load(x_ptr + o_square)
-    b_t = (b_x * b_beta[None, :]).to(OPERAND)
-    b_dt = tl.dot(b_w, tl.trans(b_dgx), input_precision=FLOAT32)
-    b_dw = tl.dot(b_t, b_dgx, b_dw, input_precision=FLOAT32)
+    # Gradients grow with the number of queries. Each is brought into range and back by a power of
+    # two of its own: what came across the block can be far smaller than what came inside it.
+    b_dx = tl.load(dg_ptr + o_tile)
+    scale = range_of(b_dx)
+    b_dx = (b_dx * scale).to(OPERAND)
+    b_t = (tl.load(x_ptr + o_square) * b_beta[None, :]).to(OPERAND)
+    b_dt = tl.dot(b_w, tl.trans(b_dx), input_precision=FLOAT32) / scale
+    b_dw = tl.load(dwl_ptr + o_tile)
+    b_dw += tl.dot(b_t, b_dx, input_precision=FLOAT32) / scale
 
-    b_dktx = b_dkt.to(OPERAND)
-    b_de = tl.load(de_ptr + o_square) * scale
-    b_de = (b_de - tl.dot(b_dktx, tl.trans(b_w), input_precision=FLOAT32)).to(OPERAND)
-    b_e = tl.load(e_ptr + o_square)
-    b_dw -= tl.dot(tl.trans(b_e), b_dktx, input_precision=FLOAT32)
+    b_dk = tl.load(dkt_ptr + o_tile)
+    scale = range_of(b_dk)
+    b_dx = (b_dk * scale).to(OPERAND)
+    b_dk += tl.load(dkl_ptr + o_tile)
+    b_de = tl.load(de_ptr + o_square)
+    b_de -= tl.dot(b_dx, tl.trans(b_w), input_precision=FLOAT32) / scale
+    b_dw -= tl.dot(tl.trans(tl.load(e_ptr + o_square)), b_dx, input_precision=FLOAT32) / scale
+
+    scale = range_of(b_de)
+    b_dex = (b_de * scale).to(OPERAND)
     b_kw = tl.where(upper, tl.dot(b_k, tl.trans(b_w), input_precision=FLOAT32), 0.0).to(OPERAND)
-    b_dt = tl.dot(tl.trans(b_kw), b_de, b_dt, input_precision=FLOAT32)
-    b_dkw = tl.where(upper, tl.dot(b_de, tl.trans(b_t), input_precision=FLOAT32), 0.0)
+    b_dt += tl.dot(tl.trans(b_kw), b_dex, input_precision=FLOAT32) / scale
+    b_dkw = tl.where(upper, tl.dot(b_dex, tl.trans(b_t), input_precision=FLOAT32), 0.0)
     b_dkw = b_dkw.to(OPERAND)
-    b_dw = tl.dot(tl.trans(b_dkw), b_k, b_dw, input_precision=FLOAT32)
-    b_dk = tl.load(dkl_ptr + o_tile) * scale + b_dkt
-    b_dk = tl.dot(b_dkw, b_w, b_dk, input_precision=FLOAT32) * (tl.load(range_ptr + 5) / scale)
+    b_dk += tl.dot(b_dkw, b_w, input_precision=FLOAT32) / scale
     p_dk = dk_ptr + i_h * stride_dkh + token.to(tl.int64) * stride_dkt
     inside = (o[:, None] < valid) & (o_d[None, :] < D)
-    b_dk = b_dk.to(dk_ptr.dtype.element_ty)
+    b_dk = (b_dk * tl.load(range_ptr + 5)).to(dk_ptr.dtype.element_ty)
     tl.store(p_dk + o[:, None] * stride_dkt + o_d[None, :], b_dk, inside)
+    b_dw += tl.dot(tl.trans(b_dkw), b_k, input_precision=FLOAT32) / scale
 
     # d(X⁻¹) sums terms of both signs that all but cancel where directions repeat: exact products.
     tl.store(dwl_ptr + o_tile, b_dw)  # out of the way
     tl.debug_barrier()
+    b_x = tl.load(x_ptr + o_square)
     b_dbeta = tl.sum(b_x * b_dt, 0)
     scale_t = range_of(b_dt)
     b_dx = dot_exact(tl.trans(b_x), b_dt * scale_t, OPERAND)
@@ -396,7 +392,7 @@ def block_bwd_kernel(
     b_dww += tl.trans(b_dww)
     scale_w = range_of(b_dww)
     b_dww_w = tl.dot((b_dww * scale_w).to(OPERAND), b_w, input_precision=FLOAT32)
-    grad = tl.load(range_ptr + 6) / scale
+    grad = tl.load(range_ptr + 6)
     p_dw = dw_ptr + i_h * stride_dwh + token.to(tl.int64) * stride_dwt
     b_dw = ((tl.load(dwl_ptr + o_tile) + b_dww_w / scale_w) * grad).to(dw_ptr.dtype.element_ty)
     tl.store(p_dw + o[:, None] * stride_dwt + o_d[None, :], b_dw, inside)

@@ -29,7 +29,11 @@ def hopper(request, monkeypatch):
 
     choose = call.choose_tiles
     monkeypatch.setattr(
-        call, "choose_tiles", lambda *a: replace(choose(*a), hopper=True, hopper_backward=a[3])
+        call,
+        "choose_tiles",
+        lambda *a: replace(
+            choose(*a), hopper_forward=True, hopper_queries=a[3], hopper_keys=a[3]
+        ),
     )
     for name in dir(hopper):
         if name.endswith("_kernel"):

@@ -8,7 +8,7 @@ undefined behaviour): a loop that converts the next shares before the wait is co
 word, and wrong. Nor must products be serialised, each waiting for the one before. Arguments as in
 compile_kernels.py; one line of JSON a kernel: its name, groups in its PTX and its machine code,
 exponentials while one is in flight, and what touches its registers then. (Code is read in the order
-of its addresses, in which loops lie whole.)
+of its addresses, in which loops lie whole; each loop is read twice.)
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 
 import compile_kernels
 import torch
@@ -44,7 +45,7 @@ def products_in_flight(sass: str) -> tuple[int, int, list[str]]:
     flying: list[Group] = []
     opened: Group | None = None
     committed, exponentials, wrong = 0, 0, []
-    for address, name, rest in INSTRUCTION.findall(sass):
+    for address, name, rest, again in _instructions(sass):
         if name.startswith("WARPGROUP.DEPBAR"):
             left = int(rest.split(",")[1], 16)
             flying = flying[len(flying) - left :] if left < len(flying) else flying
@@ -54,21 +55,35 @@ def products_in_flight(sass: str) -> tuple[int, int, list[str]]:
             sums = set(range(first, first + int(re.findall(r"64x(\d+)x16", name)[0]) // 2))
             left = re.fullmatch(r"R(\d+)", operands[1])
             read = set() if left is None else set(range(int(left[1]), int(left[1]) + 4))
-            if any(sums & (g.sums | g.operands) or read & g.sums for g in flying):
+            others = [g for g in flying if sums != g.sums]  # (one product's sums may be the next's)
+            if any(sums & (g.sums | g.operands) or read & g.sums for g in others):
                 wrong.append(f"{address} {name} {rest}")
             opened = opened or Group()
             opened.sums |= sums
             opened.operands |= read
             if "gsb0" in rest:
                 flying.append(opened)
-                opened, committed = None, committed + 1
+                opened, committed = None, committed + (not again)
         else:
             written, read = _registers(name, rest)
             every = flying if opened is None else [*flying, opened]
-            exponentials += bool(every) and name.startswith("MUFU.EX2")
+            exponentials += bool(every) and name.startswith("MUFU.EX2") and not again
             if any(written & (g.sums | g.operands) or read & g.sums for g in every):
                 wrong.append(f"{address} {name} {rest}")
     return committed, exponentials, wrong
+
+
+def _instructions(sass: str) -> Iterator[tuple[str, str, str, bool]]:
+    """Address, name, operands; a loop's once more after it (True), as what it starts may still be
+    in flight in its next round."""
+    code = INSTRUCTION.findall(sass)
+    places = {int(address, 16): n for n, (address, *_) in enumerate(code)}
+    for n, (address, name, rest) in enumerate(code):
+        yield address, name, rest, False
+        target = re.search(r"0x([0-9a-f]+)", rest)
+        if name.startswith("BRA") and target is not None:
+            start = places.get(int(target[1], 16), n)
+            yield from ((*x, True) for x in code[start:n])
 
 
 def _registers(name: str, rest: str) -> tuple[set[int], set[int]]:
