@@ -106,7 +106,7 @@ def choose_tiles(
         walk_warps=warps,
         block_warps=warps,
         local_warps=warps,
-        block_bwd_warps=warps,
+        block_bwd_warps=8 if wide > 64 else warps,
         hopper_forward=warpgroups and wide == 128,
         hopper_queries=warpgroups and wide == 128 and transport,
         hopper_keys=warpgroups and wide <= 128 and transport,
