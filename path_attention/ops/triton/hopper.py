@@ -1,7 +1,7 @@
 """The main loops' launches on Hopper (compute capability 9.0): `meet.py`'s stages by Gluon kernels.
 
-Chosen by `Tiles`, each by itself. The same inputs and results as the portable kernels; a program is a pair
-of neighbouring blocks, which from the second level on meet the same units.
+Chosen by `Tiles`, each by itself. The same inputs and results as the portable kernels; a program is
+a pair of neighbouring blocks, which from the second level on meet the same units.
 """
 
 from __future__ import annotations
@@ -59,29 +59,36 @@ def meet(
     )  # fmt: skip
 
 
+def _kept(c: Call, arriving: Tensor) -> TensorDescriptor:
+    """Where what arrives at a level is kept; without transport nothing is."""
+    if not c.tiles.transport:
+        arriving = c.empty(_ROWS, c.tiles.DP, dtype=c.operand)
+    return stored(arriving, c.q, c.tiles.DP, _ROWS)
+
+
 def _counts(c: Call) -> tuple[int, ...]:
     grid = c.grid
     return len(grid.pairs), grid.count, grid.queries, grid.keys, grid.nodes, grid.levels
 
 
 def queries_backward(c: Call, moved, ranges, top: Top, partial: Partial, arriving: Tensor) -> None:
-    """As `meet.queries_backward`, with transport."""
+    """As `meet.queries_backward`."""
     t = c.tiles
     queries = _tiled(stored(moved.queries, c.q, t.DP, _ROWS))
     queries_bwd_hopper_kernel[(len(c.grid.pairs), c.H * c.G)](
         queries, _tiled(stored(moved.keys, c.k, t.DP, _ROWS)), _tiled(public(c.v, t.DVP, _ROWS)),
         _tiled(public(top.grad_out, t.DVP, _ROWS)), _tiled(transition_tiles(c, moved.blocks)),
-        _tiled(stored(arriving, c.q, t.DP, _ROWS)), either(moved.query_gates, ranges),
+        _tiled(_kept(c, arriving)), either(moved.query_gates, ranges),
         either(moved.key_gates, ranges), ranges, top.lse, top.delta, partial.q, partial.rows,
-        *_tables(c), *_counts(c), G=c.G, DP=t.DP, DVP=t.DVP, BN=_ROWS, STAGES=2, GATE=t.gate,
-        REGISTERS=_REGISTERS, num_warps=4,
+        *_tables(c), *_counts(c), DP=t.DP, DVP=t.DVP, BN=_ROWS, STAGES=2, REGISTERS=_REGISTERS,
+        num_warps=4, **c.kinds,
     )  # fmt: skip
 
 
 def keys_backward(
     c: Call, moved, ranges, top: Top, partial: Partial, arriving: Tensor, undo: Tensor
 ) -> None:
-    """As `meet.keys_backward`, with transport."""
+    """As `meet.keys_backward`."""
     t = c.tiles
     held = t.DP == t.DVP == 64
     keys_bwd_hopper_kernel[(len(c.grid.pairs), c.H)](
@@ -89,7 +96,7 @@ def keys_backward(
         _tiled(stored(moved.keys, c.k, t.DP, _ROWS)), _tiled(public(c.v, t.DVP, _ROWS)),
         _tiled(public(top.grad_out, t.DVP, _ROWS)), _tiled(transition_tiles(c, moved.blocks)),
         _tiled(vector(either(moved.query_gates, top.lse), _ROWS)), _tiled(vector(top.delta, _ROWS)),
-        _tiled(stored(arriving, c.q, t.DP, _ROWS)), undo, either(moved.key_gates, ranges), ranges,
-        partial.k, partial.v, partial.columns, *_tables(c), *_counts(c), G=c.G, DP=t.DP, DVP=t.DVP,
-        BM=_ROWS, STAGES=3 if held else 2, HELD=held, GATE=t.gate, REGISTERS=_REGISTERS, num_warps=4,
+        _tiled(_kept(c, arriving)), undo, either(moved.key_gates, ranges), ranges,
+        partial.k, partial.v, partial.columns, *_tables(c), *_counts(c), DP=t.DP, DVP=t.DVP,
+        BM=_ROWS, STAGES=3 if held else 2, HELD=held, REGISTERS=_REGISTERS, num_warps=4, **c.kinds,
     )  # fmt: skip

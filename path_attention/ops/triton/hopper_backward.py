@@ -27,11 +27,21 @@ def node_at(table, unit, level):
 
 
 @gluon.jit
+def left_of(i, level, size):
+    """Whether a pair's queries meet a left unit at a level, and its first block. At the first one
+    (left out with transport) the second block's meet the first one's keys."""
+    unit = i >> level
+    meets = gl.where(level > 0, unit & 1, gl.where(i + 1 < size, 1, 0))
+    return meets == 1, gl.where(level > 0, (unit - 1) << level, i)
+
+
+@gluon.jit
 def _fetch_keys(
     q_desc, k_desc, v_desc, do_desc, p_desc, q0_s, q1_s, do0_s, do1_s, k_s, v_s, p_s,
     do_ready, q_ready, q_empty, p_ready, p_empty, x_ready, x_empty,
     token, i, size, table, i_hq, queries, keys, nodes, levels,
     G: gl.constexpr, DP: gl.constexpr, DVP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    TRANSPORT: gl.constexpr,
 ):  # fmt: skip
     """For queries: their tiles, the left units' keys and values, transitions between levels."""
     i_h = i_hq // G
@@ -42,15 +52,24 @@ def _fetch_keys(
     tile = 0
     n = 0
     moves = 0
-    for down in range(0, levels - 1):
+    first_level: gl.constexpr = 1 if TRANSPORT else 0
+    for down in range(0, levels - first_level):
         level = levels - 1 - down
         unit = i >> level
-        if (unit & 1) == 1:
-            left = (unit - 1) << level
-            row_q = (i_hq * queries + stored_at(table, i, level, 0)) * 64
-            row_k = (i_h * keys + stored_at(table, left, level, 1)) * 64
+        meets, left = left_of(i, level, size)
+        if meets:
             row_v = token - (i - left) * 64
-            if unit > 1:
+            if TRANSPORT:
+                row_q = (i_hq * queries + stored_at(table, i, level, 0)) * 64
+                column_q = 0
+                row_k = (i_h * keys + stored_at(table, left, level, 1)) * 64
+                column_k = 0
+            else:
+                row_q = token
+                column_q = i_hq * DP
+                row_k = row_v
+                column_k = i_h * DP
+            if TRANSPORT and unit > 1:
                 row_p = (i_h * nodes + node_at(table, unit - 1, level)) * DP
                 mbarrier.wait(p_empty.index(0), (moves & 1) ^ 1)
                 mbarrier.expect(p_ready.index(0), p_desc.block_type.nbytes)
@@ -58,8 +77,10 @@ def _fetch_keys(
                 moves += 1
             mbarrier.wait(q_empty.index(0), (n & 1) ^ 1)
             mbarrier.expect(q_ready.index(0), 2 * q_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(q_desc, [row_q, 0], q_ready.index(0), q0_s)
-            tma.async_copy_global_to_shared(q_desc, [row_q + second, 0], q_ready.index(0), q1_s)
+            tma.async_copy_global_to_shared(q_desc, [row_q, column_q], q_ready.index(0), q0_s)
+            tma.async_copy_global_to_shared(
+                q_desc, [row_q + second, column_q], q_ready.index(0), q1_s
+            )
             n += 1
             for j in range(0, 64 << level, BN):
                 stage = tile % STAGES
@@ -68,7 +89,7 @@ def _fetch_keys(
                     x_ready.index(stage), k_desc.block_type.nbytes + v_desc.block_type.nbytes
                 )
                 tma.async_copy_global_to_shared(
-                    k_desc, [row_k + j, 0], x_ready.index(stage), k_s.index(stage)
+                    k_desc, [row_k + j, column_k], x_ready.index(stage), k_s.index(stage)
                 )
                 tma.async_copy_global_to_shared(
                     v_desc, [row_v + j, i_h * DVP], x_ready.index(stage), v_s.index(stage)
@@ -81,8 +102,8 @@ def _queries_of(
     q_s, do_s, d_s, k_s, v_s, p_s, do_ready, q_ready, q_empty, p_ready, p_empty, x_ready, x_empty,
     dqh_desc, ql_ptr, kc_ptr, range_ptr, lse_ptr, delta_ptr, dqt_ptr, rows_ptr,
     i_block, i, size, table, i_hq, count, queries, keys, levels,
-    DP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GATE: gl.constexpr,
-    SECOND: gl.constexpr,
+    DP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, TRANSPORT: gl.constexpr,
+    GATE: gl.constexpr, SECOND: gl.constexpr,
 ):  # fmt: skip
     """Gradient of one block's queries. A second block that is not there repeats the first."""
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -106,12 +127,14 @@ def _queries_of(
     n = 0
     moves = 0
     mbarrier.wait(do_ready.index(0), 0)
-    for down in range(0, levels - 1):
+    first_level: gl.constexpr = 1 if TRANSPORT else 0
+    for down in range(0, levels - first_level):
         level = levels - 1 - down
         unit = i >> level
-        if (unit & 1) == 1:
+        meets, left = left_of(i, level, size)
+        if meets:
             at_q = i_hq * queries + stored_at(table, i + mine, level, 0)
-            if unit > 1:  # q' = q P_leftᵀ went on to a higher level
+            if TRANSPORT and unit > 1:  # q' = q P_leftᵀ went on to a higher level
                 tma.store_wait(0)
                 d_s.store(dq.to(d_s.dtype))
                 fence_async_shared()
@@ -126,8 +149,10 @@ def _queries_of(
             p_kc = kc_ptr
             if GATE:
                 b_l = gl.load(ql_ptr + at_q.to(gl.int64) * 64 + o)
-                at_k = i_hq.to(gl.int64) * keys + stored_at(table, (unit - 1) << level, level, 1)
+                at_k = i_hq.to(gl.int64) * keys + stored_at(table, left, level, 1)
                 p_kc = kc_ptr + at_k * 64
+            if SECOND == 0 and not TRANSPORT:  # the first block's queries meet none of its own
+                b_l = gl.where(level > 0, b_l, float("inf"))
             mbarrier.wait(q_ready.index(0), n & 1)
             for j in range(0, 64 << level, BN):
                 stage = tile % STAGES
@@ -172,9 +197,10 @@ def queries_bwd_hopper_kernel(
     delta_ptr, dqt_ptr, rows_ptr, pairs_ptr, blocks_ptr, sequences_ptr,
     pairs, count, queries, keys, nodes, levels,
     G: gl.constexpr, DP: gl.constexpr, DVP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    GATE: gl.constexpr, REGISTERS: gl.constexpr,
+    TRANSPORT: gl.constexpr, GATE: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of two blocks' queries at the start of their pair: as `queries_bwd_kernel`."""
+    """Gradients of two blocks' queries at the start of their pair: as `queries_bwd_kernel`, but
+    without transport, too, from the second level on."""
     i_pair = pairs - 1 - gl.program_id(0)
     i_hq = gl.program_id(1)
     i_block, token, i, size, _, table = pair_row(
@@ -201,15 +227,15 @@ def queries_bwd_hopper_kernel(
         (_queries_of, (q0_s, do0_s, d0_s, k_s, v_s, p_s, do_ready, q_ready, q_empty, p_ready,
                        p_empty, x_ready, x_empty, dqh_desc, ql_ptr, kc_ptr, range_ptr, lse_ptr,
                        delta_ptr, dqt_ptr, rows_ptr, i_block, i, size, table, i_hq, count, queries,
-                       keys, levels, DP, BN, STAGES, GATE, 0)),
+                       keys, levels, DP, BN, STAGES, TRANSPORT, GATE, 0)),
         (_queries_of, (q1_s, do1_s, d1_s, k_s, v_s, p_s, do_ready, q_ready, q_empty, p_ready,
                        p_empty, x_ready, x_empty, dqh_desc, ql_ptr, kc_ptr, range_ptr, lse_ptr,
                        delta_ptr, dqt_ptr, rows_ptr, i_block, i, size, table, i_hq, count, queries,
-                       keys, levels, DP, BN, STAGES, GATE, 1)),
+                       keys, levels, DP, BN, STAGES, TRANSPORT, GATE, 1)),
         (_fetch_keys, (q_desc, k_desc, v_desc, do_desc, p_desc, q0_s, q1_s, do0_s, do1_s, k_s, v_s,
                        p_s, do_ready, q_ready, q_empty, p_ready, p_empty, x_ready, x_empty, token,
                        i, size, table, i_hq, queries, keys, nodes, levels,
-                       G, DP, DVP, BN, STAGES)),
+                       G, DP, DVP, BN, STAGES, TRANSPORT)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip
 
 
@@ -219,7 +245,7 @@ def _fetch_queries(
     k0_s, k1_s, v0_s, v1_s, p_s, v_ready, k_ready, k_empty, p_ready, p_empty, x_ready, x_empty,
     token, i, size, first, table, i_h, count, queries, keys, nodes, levels,
     G: gl.constexpr, DP: gl.constexpr, DVP: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
-    GATE: gl.constexpr,
+    TRANSPORT: gl.constexpr, GATE: gl.constexpr,
 ):  # fmt: skip
     """For keys: their tiles, all of the right units' queries, transitions between levels."""
     nbytes: gl.constexpr = (
@@ -232,13 +258,19 @@ def _fetch_queries(
     tile = 0
     n = 0
     moves = 0
-    for down in range(0, levels - 1):
+    first_level: gl.constexpr = 1 if TRANSPORT else 0
+    for down in range(0, levels - first_level):
         level = levels - 1 - down
         unit = i >> level
         right = (unit + 1) << level
         if ((unit & 1) == 0) & (right < size):
-            row_k = (i_h * keys + stored_at(table, i, level, 1)) * 64
-            if ((unit + 2) << level) < size:
+            if TRANSPORT:
+                row_k = (i_h * keys + stored_at(table, i, level, 1)) * 64
+                column_k = 0
+            else:
+                row_k = token
+                column_k = i_h * DP
+            if TRANSPORT and ((unit + 2) << level) < size:
                 row_p = (i_h * nodes + node_at(table, unit + 1, level)) * DP
                 mbarrier.wait(p_empty.index(0), (moves & 1) ^ 1)
                 mbarrier.expect(p_ready.index(0), p_desc.block_type.nbytes)
@@ -246,23 +278,30 @@ def _fetch_queries(
                 moves += 1
             mbarrier.wait(k_empty.index(0), (n & 1) ^ 1)
             mbarrier.expect(k_ready.index(0), 2 * k_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(k_desc, [row_k, 0], k_ready.index(0), k0_s)
-            tma.async_copy_global_to_shared(k_desc, [row_k + second, 0], k_ready.index(0), k1_s)
+            tma.async_copy_global_to_shared(k_desc, [row_k, column_k], k_ready.index(0), k0_s)
+            tma.async_copy_global_to_shared(
+                k_desc, [row_k + second, column_k], k_ready.index(0), k1_s
+            )
             n += 1
             rows = gl.minimum(1 << level, size - right) * 64
             row_o = token + (right - i) * 64
             at_right = stored_at(table, right, level, 0)
             for g in range(0, G):
                 i_hq = i_h * G + g
-                row_q = (i_hq * queries + at_right) * 64
                 row_l = (i_hq * count + first + right) * 64
-                row_s = row_q if GATE else row_l
+                row_s = (i_hq * queries + at_right) * 64 if GATE else row_l
+                if TRANSPORT:
+                    row_q = (i_hq * queries + at_right) * 64
+                    column_q = 0
+                else:
+                    row_q = row_o
+                    column_q = i_hq * DP
                 for j in range(0, rows, BM):
                     stage = tile % STAGES
                     mbarrier.wait(x_empty.index(stage), ((tile // STAGES) & 1) ^ 1)
                     mbarrier.expect(x_ready.index(stage), nbytes)
                     tma.async_copy_global_to_shared(
-                        q_desc, [row_q + j, 0], x_ready.index(stage), q_s.index(stage)
+                        q_desc, [row_q + j, column_q], x_ready.index(stage), q_s.index(stage)
                     )
                     tma.async_copy_global_to_shared(
                         do_desc, [row_o + j, i_hq * DVP], x_ready.index(stage), do_s.index(stage)
@@ -282,7 +321,7 @@ def _keys_of(
     x_ready, x_empty, dkh_desc, undo_ptr, kc_ptr, range_ptr, dkt_ptr, dv_ptr, columns_ptr,
     i_block, i, size, table, i_h, count, keys, levels,
     G: gl.constexpr, DP: gl.constexpr, DVP: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
-    HELD: gl.constexpr, GATE: gl.constexpr, SECOND: gl.constexpr,
+    HELD: gl.constexpr, TRANSPORT: gl.constexpr, GATE: gl.constexpr, SECOND: gl.constexpr,
 ):  # fmt: skip
     """Gradients of one block's keys and values. A second block that is not there has none.
 
@@ -310,13 +349,14 @@ def _keys_of(
     mbarrier.wait(v_ready.index(0), 0)
     left: gl.constexpr = gl.DotOperandLayout(0, scores, 2)
     v_a = v_s.load(left) if HELD else v_s
-    for down in range(0, levels - 1):
+    first_level: gl.constexpr = 1 if TRANSPORT else 0
+    for down in range(0, levels - first_level):
         level = levels - 1 - down
         unit = i >> level
         right = (unit + 1) << level
         if ((unit & 1) == 0) & (right < size):  # then the second block is there
             at_k = i_h * keys + stored_at(table, i + SECOND, level, 1)
-            if ((unit + 2) << level) < size:  # k' = k P_right went on to a higher level
+            if TRANSPORT and ((unit + 2) << level) < size:  # k' = k P_right went on to a higher level
                 largest = gl.max(gl.max(gl.abs(dk), 1), 0)
                 exponent = gl.minimum(gl.maximum(-gl.ceil(gl.log2(largest)), -100.0), 100.0)
                 undo = gl.exp2(-exponent)
@@ -351,6 +391,8 @@ def _keys_of(
                         v_a, do_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
                     )
                     lse = lse_s.index(stage).load(columns_of)
+                    if SECOND == 1 and not TRANSPORT:  # the first level's queries are its own
+                        lse = gl.where(level > 0, lse, float("inf"))
                     s = warpgroup_mma_wait(1, deps=(s,))
                     if GATE:
                         p = gl.exp2(s * scale + kc[:, None] - lse[None, :])
@@ -391,9 +433,10 @@ def keys_bwd_hopper_kernel(
     range_ptr, dkt_ptr, dv_ptr, columns_ptr, pairs_ptr, blocks_ptr, sequences_ptr,
     pairs, count, queries, keys, nodes, levels,
     G: gl.constexpr, DP: gl.constexpr, DVP: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
-    HELD: gl.constexpr, GATE: gl.constexpr, REGISTERS: gl.constexpr,
+    HELD: gl.constexpr, TRANSPORT: gl.constexpr, GATE: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of two blocks' keys at the end of their pair and values: as `keys_bwd_kernel`."""
+    """Gradients of two blocks' keys at the end of their pair and values: as `keys_bwd_kernel`, but
+    without transport, too, from the second level on."""
     i_pair = gl.program_id(0)
     i_h = gl.program_id(1)
     i_block, token, i, size, first, table = pair_row(
@@ -422,13 +465,14 @@ def keys_bwd_hopper_kernel(
         (_keys_of, (k0_s, v0_s, d0_s, q_s, do_s, lse_s, delta_s, p_s, v_ready, k_ready, k_empty,
                     p_ready, p_empty, x_ready, x_empty, dkh_desc, undo_ptr, kc_ptr, range_ptr,
                     dkt_ptr, dv_ptr, columns_ptr, i_block, i, size, table, i_h, count, keys,
-                    levels, G, DP, DVP, BM, STAGES, HELD, GATE, 0)),
+                    levels, G, DP, DVP, BM, STAGES, HELD, TRANSPORT, GATE, 0)),
         (_keys_of, (k1_s, v1_s, d1_s, q_s, do_s, lse_s, delta_s, p_s, v_ready, k_ready, k_empty,
                     p_ready, p_empty, x_ready, x_empty, dkh_desc, undo_ptr, kc_ptr, range_ptr,
                     dkt_ptr, dv_ptr, columns_ptr, i_block, i, size, table, i_h, count, keys,
-                    levels, G, DP, DVP, BM, STAGES, HELD, GATE, 1)),
+                    levels, G, DP, DVP, BM, STAGES, HELD, TRANSPORT, GATE, 1)),
         (_fetch_queries, (q_desc, k_desc, v_desc, do_desc, p_desc, lse_desc, delta_desc, q_s, do_s,
                           lse_s, delta_s, k0_s, k1_s, v0_s, v1_s, p_s, v_ready, k_ready, k_empty,
                           p_ready, p_empty, x_ready, x_empty, token, i, size, first, table, i_h,
-                          count, queries, keys, nodes, levels, G, DP, DVP, BM, STAGES, GATE)),
+                          count, queries, keys, nodes, levels, G, DP, DVP, BM, STAGES, TRANSPORT,
+                          GATE)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip

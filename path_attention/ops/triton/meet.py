@@ -72,16 +72,16 @@ def meet_backward(c: Call, moved: Moved, ranges: Tensor, top: Top) -> Partial:
         c.empty(*gated),
         c.empty(*gated).zero_(),
     )
+    queries_stage = _hopper().queries_backward if t.hopper_queries else queries_backward
+    keys_stage = _hopper().keys_backward if t.hopper_keys else keys_backward
     if solved is None or moved.queries is None or moved.keys is None:
         nothing = c.empty(1)
-        queries_backward(c, moved, ranges, top, partial, nothing)
-        keys_backward(c, moved, ranges, top, partial, nothing, nothing)
+        queries_stage(c, moved, ranges, top, partial, nothing)
+        keys_stage(c, moved, ranges, top, partial, nothing, nothing)
         return partial
     # What a level's queries, and then its keys, get from the levels above; scales of the latter.
     arriving = c.empty(max(moved.queries.numel(), moved.keys.numel()), dtype=c.operand)
     undo = c.empty(H, max(1, grid.keys))
-    queries_stage = _hopper().queries_backward if t.hopper_queries else queries_backward
-    keys_stage = _hopper().keys_backward if t.hopper_keys else keys_backward
     queries_stage(c, moved, ranges, top, partial, arriving)
     _sum_transitions(c, arriving, moved.queries, undo, partial.transitions, right=False)
     keys_stage(c, moved, ranges, top, partial, arriving, undo)

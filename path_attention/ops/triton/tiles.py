@@ -108,6 +108,6 @@ def choose_tiles(
         local_warps=warps,
         block_bwd_warps=8 if wide > 64 else warps,
         hopper_forward=warpgroups and wide == 128,
-        hopper_queries=warpgroups and wide == 128 and transport,
-        hopper_keys=warpgroups and wide <= 128 and transport,
+        hopper_queries=warpgroups and wide == 128,
+        hopper_keys=warpgroups and wide <= 128,
     )

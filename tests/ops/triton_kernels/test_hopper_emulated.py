@@ -28,13 +28,8 @@ def hopper(request, monkeypatch):
     from path_attention.ops.triton import call, hopper
 
     choose = call.choose_tiles
-    monkeypatch.setattr(
-        call,
-        "choose_tiles",
-        lambda *a: replace(
-            choose(*a), hopper_forward=True, hopper_queries=a[3], hopper_keys=a[3]
-        ),
-    )
+    every = dict(hopper_forward=True, hopper_queries=True, hopper_keys=True)
+    monkeypatch.setattr(call, "choose_tiles", lambda *a: replace(choose(*a), **every))
     for name in dir(hopper):
         if name.endswith("_kernel"):
             monkeypatch.setattr(hopper, name, Emulator(getattr(hopper, name), request.param))
@@ -66,9 +61,10 @@ def test_every_stage_is_the_definition(encoding, lengths, hopper):
 
 
 @pytest.mark.parametrize("hopper", [2], indirect=True)
+@pytest.mark.parametrize("lengths", [[64], [330], [128, 192, 64, 65]], ids=str)
 @pytest.mark.parametrize("encoding", ["fox", "nope"])
-def test_without_transport(encoding, hopper):
-    check(encoded(encoding, 330, heads=(4, 2), size=(48, 64)), [330])
+def test_without_transport(encoding, lengths, hopper):
+    check(encoded(encoding, sum(lengths), heads=(4, 2), size=(48, 64)), lengths)
 
 
 @pytest.mark.parametrize("hopper", [3], indirect=True)
