@@ -17,6 +17,7 @@ from path_attention.benchmarks.inputs import make_inputs
 from path_attention.results import write_figure
 
 _REPEATS = 5
+_DRAWN = 0.005  # of all time: what takes less is drawn with the others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,7 @@ class BenchmarkStages:
         rows = []
         for name, run in (("forward", call), ("backward", backward)):
             for kernel, ms in sorted(_kernels(run).items(), key=lambda item: -item[1]):
-                loop = products.get(kernel.removesuffix("_hopper"))
+                loop = products.get(_stage(kernel))
                 rate = None if loop is None else loop / ms / 1e9
                 rows.append(
                     {
@@ -120,26 +121,30 @@ def _kernels(run: Callable[[], object]) -> dict[str, float]:
     return {name: ms for name, ms in times.items() if ms > 0}
 
 
+def _stage(kernel: str) -> str:
+    """A kernel's name without whose it is: Hopper's loops stand for the portable ones."""
+    return kernel.removesuffix("_hopper")
+
+
 def _draw(result: Mapping[str, Any], path: Path) -> None:
     """Stacked bars: one for each shape, encoding and pass."""
     rows = result["rows"]
     bars = list(dict.fromkeys((r["size"], r["pass"], r["encoding"]) for r in rows))
     totals: dict[str, float] = {}
     for r in rows:
-        totals[r["kernel"]] = totals.get(r["kernel"], 0.0) + r["ms"]
+        name = _stage(r["kernel"])
+        totals[name] = totals.get(name, 0.0) + r["ms"]
+    least = _DRAWN * sum(totals.values())
+    drawn = sorted((k for k in totals if totals[k] >= least), key=lambda k: -totals[k])
     figure = Figure(figsize=(10, 5), layout="constrained", dpi=150)
     axes = figure.subplots()
     base = [0.0] * len(bars)
     colours = colormaps["tab20"].colors  # pyright: ignore[reportAttributeAccessIssue]
-    for n, kernel in enumerate(sorted(totals, key=lambda k: -totals[k])):
-        heights = [
-            sum(
-                r["ms"]
-                for r in rows
-                if (r["size"], r["pass"], r["encoding"]) == bar and r["kernel"] == kernel
-            )
-            for bar in bars
-        ]
+    for n, kernel in enumerate([*drawn, "others"]):
+        heights = [0.0] * len(bars)
+        for r in rows:
+            if (_stage(r["kernel"]) if _stage(r["kernel"]) in drawn else "others") == kernel:
+                heights[bars.index((r["size"], r["pass"], r["encoding"]))] += r["ms"]
         colour = colours[n % len(colours)]
         axes.bar(range(len(bars)), heights, bottom=base, label=kernel, color=colour)
         base = [b + h for b, h in zip(base, heights, strict=True)]
