@@ -356,7 +356,9 @@ def _keys_of(
         right = (unit + 1) << level
         if ((unit & 1) == 0) & (right < size):  # then the second block is there
             at_k = i_h * keys + stored_at(table, i + SECOND, level, 1)
-            if TRANSPORT and ((unit + 2) << level) < size:  # k' = k P_right went on to a higher level
+            if (
+                TRANSPORT and ((unit + 2) << level) < size
+            ):  # k' = k P_right went on
                 largest = gl.max(gl.max(gl.abs(dk), 1), 0)
                 exponent = gl.minimum(gl.maximum(-gl.ceil(gl.log2(largest)), -100.0), 100.0)
                 undo = gl.exp2(-exponent)

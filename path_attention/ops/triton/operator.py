@@ -17,6 +17,7 @@ from torch import Tensor
 from path_attention.ops.gradients import register_gradients
 from path_attention.ops.packing import Packing
 from path_attention.ops.triton.backward import delta_bwd_kernel
+from path_attention.ops.triton.blocks import block_bwd_kernel, local_bwd_kernel
 from path_attention.ops.triton.call import (
     Call,
     either,
@@ -25,10 +26,11 @@ from path_attention.ops.triton.call import (
     token_rows,
 )
 from path_attention.ops.triton.gates import decay_bwd_kernel
-from path_attention.ops.triton.local import local_bwd_kernel, pair_local_bwd_kernel
+from path_attention.ops.triton.local import pair_local_bwd_kernel
 from path_attention.ops.triton.meet import Partial, Top, meet, meet_backward
 from path_attention.ops.triton.move import (
     CHUNK,
+    Blocks,
     Moved,
     Softmax,
     move,
@@ -38,7 +40,7 @@ from path_attention.ops.triton.move import (
 )
 from path_attention.ops.triton.ranges import backward_ranges, forward_ranges
 from path_attention.ops.triton.tiles import MOST_REGISTERS
-from path_attention.ops.triton.transition import block_bwd_kernel, pair_bwd_kernel
+from path_attention.ops.triton.transition import pair_bwd_kernel
 
 # Heads are computed in parts, so that what a part needs stays bounded: of at most so many query
 # rows (tokens × heads), and of no more work (rows × length × head size) than keeps a device busy
@@ -262,47 +264,53 @@ def _prepare_top(c: Call, ranges, out, low, lse, grad_lse, grad_out) -> Top:
 def _blocks_backward(
     c: Call, moved: Moved, ranges: Tensor, top: Top, partial: Partial, grads: _Gradients
 ) -> None:
-    grid, t, H = c.grid, c.tiles, c.H
-    blocks, DP = grid.count, t.DP
-    dkl = dwl = dg = de = ranges
-    if t.transport:
-        dkl, dwl, dg = (c.empty(H, blocks, 64, DP) for _ in range(3))
-        de = c.empty(H, blocks, 64, 64)
-    solved = moved.blocks
-    coefficients, g, w = (c.q,) * 3 if solved is None else (solved.coefficients, solved.g, solved.w)
-    if solved is not None and grid.levels > 0:
-        pair_bwd_kernel[(blocks, H)](
-            g, w, partial.transitions, moved.keys, moved.queries, partial.k, partial.q, dg,
-            dwl, *c.tables, blocks, grid.nodes, grid.queries, grid.keys, grid.levels, G=c.G,
-            DP=DP, PART=t.pair_part, OPERAND=c.kernel_operand, num_warps=t.pair_warps,
-            maxnreg=t.registers,
-        )  # fmt: skip
-        gates = either(moved.query_gates, ranges), either(moved.key_gates, ranges)
-        pair_local_bwd_kernel[(blocks, H)](
-            moved.queries, moved.keys, c.v, top.grad_out, *gates, ranges, top.lse, top.delta,
-            partial.q, partial.k, partial.v, partial.rows, partial.columns, *c.tables, blocks,
-            grid.queries, grid.keys, grid.levels, *strides(c.v, top.grad_out), G=c.G, DP=DP,
-            DV=t.DV, DVP=t.DVP, GATE=t.gate, num_warps=t.local_warps, maxnreg=MOST_REGISTERS,
-        )  # fmt: skip
+    """Through what the blocks did by themselves: the first pair's meeting, then each block."""
+    grid, t, solved = c.grid, c.tiles, moved.blocks
+    launch, place = (grid.count, c.H), (*c.tables, grid.count, grid.levels, c.decay_row)
+    decay = either(c.decay, ranges)
+    arrived = (top.lse, top.delta, *partial[:3], partial.rows, partial.columns)
     dq, dk, dv = (x.flatten(0, 1) for x in (grads.q, grads.k, grads.v))
-    for group in range(c.G):
-        local_bwd_kernel[(blocks, H)](
-            c.q, c.k, c.v, w, top.grad_out, either(c.decay, ranges),
-            coefficients, g, ranges, top.lse, top.delta,
-            partial.q, partial.k, partial.v, partial.rows, partial.columns, dq, dk, dv, dkl, de,
-            dg, dwl, *c.tables, blocks,
-            grid.levels, c.decay_row, group, *strides(c.q, c.k, c.v, top.grad_out, dq, dk, dv),
-            num_warps=t.local_warps, maxnreg=MOST_REGISTERS, OPERAND=c.kernel_operand, **c.sizes,
-            **c.kinds,
-        )  # fmt: skip
+    options = dict(G=c.G, GATE=t.gate, maxnreg=MOST_REGISTERS) | c.sizes
     if solved is None or c.beta is None:
+        local_bwd_kernel[launch](
+            c.q, c.k, c.v, top.grad_out, decay, ranges, *arrived, dq, dk, dv, *place,
+            *strides(c.q, c.k, c.v, top.grad_out, dq, dk, dv), num_warps=t.local_warps, **options,
+        )  # fmt: skip
         return
+    dg, dwl = (c.empty(c.H, grid.count, 64, t.DP) for _ in range(2))
+    dkl = de = ranges
+    launches = c.G if t.block_at_once else c.G + 1
+    if launches > 1:
+        dkl, de = (c.empty(c.H, grid.count, 64, size) for size in (t.DP, 64))
+    if grid.levels > 0:
+        _pairs_backward(c, moved, solved, ranges, top, partial, dg, dwl)
     dw, dbeta = grads.w.flatten(0, 1), grads.beta.flatten(0, 1)
-    block_bwd_kernel[(blocks, H)](
-        c.k, w, c.beta, solved.inverse, coefficients, ranges, partial.k, dkl, de, dg, dwl,
-        dk, dw, dbeta, *c.tables, blocks, grid.levels, *strides(c.k, c.beta, dk, dw, dbeta),
-        D=t.D, DP=DP, OPERAND=c.kernel_operand, num_warps=t.block_bwd_warps,
-        maxnreg=MOST_REGISTERS,
+    for g in range(launches):
+        block_bwd_kernel[launch](
+            c.q, c.k, c.v, solved.w, top.grad_out, decay, solved.coefficients, solved.g,
+            solved.inverse, c.beta, ranges, *arrived, dg, dwl, dkl, de, dq, dk, dv, dw, dbeta,
+            *place, g, *strides(c.q, c.k, c.v, top.grad_out, c.beta, dq, dk, dv, dw, dbeta),
+            num_warps=t.block_bwd_warps, OPERAND=c.kernel_operand, HEAD=g < c.G,
+            LAST=g == launches - 1, **options,
+        )  # fmt: skip
+
+
+def _pairs_backward(
+    c: Call, moved: Moved, solved: Blocks, ranges: Tensor, top: Top, partial: Partial, dg, dwl
+) -> None:
+    """What crossed a block within its pair, and the pair's own scores."""
+    grid, t, launch = c.grid, c.tiles, (c.grid.count, c.H)
+    places = grid.queries, grid.keys, grid.levels
+    pair_bwd_kernel[launch](
+        solved.g, solved.w, partial.transitions, moved.keys, moved.queries, partial.k, partial.q,
+        dg, dwl, *c.tables, grid.count, grid.nodes, *places, G=c.G, DP=t.DP, PART=t.pair_part,
+        OPERAND=c.kernel_operand, num_warps=t.pair_warps, maxnreg=t.registers,
+    )  # fmt: skip
+    pair_local_bwd_kernel[launch](
+        moved.queries, moved.keys, c.v, top.grad_out, either(moved.query_gates, ranges),
+        either(moved.key_gates, ranges), ranges, top.lse, top.delta, *partial[:3], partial.rows,
+        partial.columns, *c.tables, grid.count, *places, *strides(c.v, top.grad_out), G=c.G,
+        DP=t.DP, DV=t.DV, DVP=t.DVP, GATE=t.gate, num_warps=t.local_warps, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ class Tiles:
         transport, gate: compiled in or out.
         hopper_forward, hopper_queries, hopper_keys: a main loop by `hopper.py`, where that was the
             faster one.
+        block_at_once: a block's last head and its UT transform in one launch, where both fit.
         registers: of the backward loops, at most: 168 let three programs share a multiprocessor.
         forward_keys: keys a step of the forward loop; backward_keys, backward_queries: of the two
             backward loops.
@@ -50,6 +51,7 @@ class Tiles:
     block_warps: int
     local_warps: int
     block_bwd_warps: int
+    block_at_once: bool
     hopper_forward: bool
     hopper_queries: bool
     hopper_keys: bool
@@ -107,6 +109,7 @@ def choose_tiles(
         block_warps=warps,
         local_warps=warps,
         block_bwd_warps=8 if wide > 64 else warps,
+        block_at_once=hopper and wide <= 128 and not single,
         hopper_forward=warpgroups and wide == 128,
         hopper_queries=warpgroups and wide == 128,
         hopper_keys=warpgroups and wide <= 128,

@@ -26,8 +26,8 @@ STACK = {
         "keys_bwd_kernel": 1000,
         "pair_bwd_kernel": 140,
         "pair_local_bwd_kernel": 32,
-        "local_bwd_kernel": 32,
-        "block_bwd_kernel": 3000,
+        "local_bwd_kernel": 48,
+        "block_bwd_kernel": 2600,
     },
     (80, 128): {
         "block_fwd_kernel": 100,
@@ -38,7 +38,7 @@ STACK = {
         "queries_bwd_kernel": 2700,
         "keys_bwd_kernel": 2100,
         "local_bwd_kernel": 500,
-        "block_bwd_kernel": 2250,
+        "block_bwd_kernel": 1800,
     },
     (90, 64): {
         "block_fwd_kernel": 380,
@@ -47,14 +47,13 @@ STACK = {
         "keys_bwd_kernel": 220,
         "pair_bwd_kernel": 480,
         "local_bwd_kernel": 96,
-        "block_bwd_kernel": 600,
+        "block_bwd_kernel": 640,
     },
     (100, 64): {
         "block_fwd_kernel": 300,
         "pair_fwd_kernel": 64,
         "keys_bwd_kernel": 80,
         "pair_bwd_kernel": 380,
-        "block_bwd_kernel": 260,
     },
     (90, 128): {
         "block_fwd_kernel": 120,
@@ -63,12 +62,11 @@ STACK = {
         "pair_bwd_kernel": 380,
         "pair_local_bwd_kernel": 260,
         "local_bwd_kernel": 440,
-        "block_bwd_kernel": 1300,
+        "block_bwd_kernel": 800,
     },
 }
 ALWAYS = {"delta_bwd_kernel", "forward_ranges_kernel", "backward_ranges_kernel"}
 ALWAYS |= {"queries_fwd_kernel", "meet_fwd_kernel", "queries_bwd_kernel", "keys_bwd_kernel"}
-ALWAYS |= {"local_bwd_kernel"}
 TRANSPORT = {"block_fwd_kernel", "pair_fwd_kernel", "tree_fwd_kernel", "keys_fwd_kernel"}
 TRANSPORT |= {
     "transitions_bwd_kernel",
@@ -96,6 +94,7 @@ def check(capability: int, D: int, encoding: str, dtype: str = "bfloat16") -> No
     names = {row["kernel"] for row in rows}
     assert names >= ALWAYS
     assert (names >= TRANSPORT) == encoding.startswith("path")
+    assert ("local_bwd_kernel" in names) != encoding.startswith("path")
     assert (names >= GATE) == encoding.endswith("fox")
     wrong = []
     for row in rows:
