@@ -154,7 +154,7 @@ def time_steps(
     size = model.config.hidden_size // model.config.num_attention_heads
     start = context + unit_length(size) // 2
     config: Any = model.config
-    cache = StaticPathCache(config, start + (repeats + 2) * _TOGETHER)
+    cache = StaticPathCache(config, start + (repeats + 2) * _TOGETHER, croppable=False)
     ids = torch.randint(100, (batch, 1), device=model.device)
     with torch.no_grad():
         model(ids, **{CACHE_NAME: cache})

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
@@ -362,7 +363,9 @@ class PathAttentionForCausalLM(PathAttentionPreTrainedModel, GenerationMixin):
             inputs.pop(name, None)
         return inputs
 
-    def _prepare_cache_for_generation(self, generation_config: Any, *args: Any) -> Any:
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: Any, generation_mode: Any, *args: Any
+    ) -> Any:
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic", "dynamic_full", "offloaded", "static"):
             raise ValueError(
@@ -370,7 +373,15 @@ class PathAttentionForCausalLM(PathAttentionPreTrainedModel, GenerationMixin):
                 f"got {kind!r}"
             )
         generation: Any = super()
-        return generation._prepare_cache_for_generation(generation_config, *args)
+        given = (generation_config, model_kwargs, generation_mode, *args)
+        done = generation._prepare_cache_for_generation(*given)
+        cache, config = model_kwargs.get(CACHE_NAME), generation_config
+        drafts = generation_mode == GenerationMode.ASSISTED_GENERATION or config.is_assistant
+        if kind == "static" and cache and not (drafts or config.return_dict_in_generate):
+            # It ends with the call, which takes no tokens back.
+            room, model_config = cache.layers[0].get_max_length(), cast(Any, self.config)
+            model_kwargs[CACHE_NAME] = StaticPathCache(model_config, room, croppable=False)
+        return done
 
     def _prepare_static_cache(self, *args: Any, max_cache_len: int, **kwargs: Any) -> Cache:
         return StaticPathCache(self.config, max_cache_len)  # pyright: ignore[reportArgumentType]

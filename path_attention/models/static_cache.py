@@ -21,8 +21,9 @@ class StaticPathCacheLayer(StaticLayerCache, PathAttentionCacheLayer):
 
     _layer_type = None  # `DynamicCache` goes on with the layer that grows
 
-    def __init__(self, room: int, unit: int | None = None) -> None:
-        StaticLayerCache.__init__(self, room, unit)
+    def __init__(self, room: int, unit: int | None = None, *, croppable: bool = True) -> None:
+        StaticLayerCache.__init__(self, room, unit, croppable=croppable)
+        self.is_croppable = croppable  # as transformers asks before it takes drafts back
         self.device: torch.device | None = None
 
     def get_max_length(self) -> int:
@@ -42,10 +43,11 @@ class StaticPathCache(Cache):
     GPUs only.
     """
 
-    def __init__(self, config: PathAttentionConfig, room: int) -> None:
-        super().__init__(
-            layers=[StaticPathCacheLayer(room) for _ in range(config.num_hidden_layers)]
-        )
+    def __init__(self, config: PathAttentionConfig, room: int, *, croppable: bool = True) -> None:
+        """croppable: whether tokens can be taken back, which takes memory (`StaticLayerCache`);
+        drafts need it."""
+        layers = range(config.num_hidden_layers)
+        super().__init__(layers=[StaticPathCacheLayer(room, croppable=croppable) for _ in layers])
         self._graph: StepGraph | None = None
         self._ready: tuple[object, ...] | None = None  # what a step ran for as it is
 

@@ -24,9 +24,10 @@ def tail_start(state: DecodeState, seen: int) -> int:
 
 
 def write_tokens(state: DecodeState, tokens: Buffers, at: int) -> None:
-    """Make tokens `[B, n, …]` the last ones, behind the `at` first, which are sealed.
+    """Make tokens `[B, n, …]` the last ones, behind the `at` first.
 
-    Complete units are sealed, the rest is the tail. `at` is a border where there is a tail.
+    Complete units are sealed, the rest is the tail. What is in the tail already passes the tokens,
+    as in a step: what it was made of is not read.
     """
     n = tokens["k"].shape[1]
     place = slice(at, at + n)
@@ -36,12 +37,21 @@ def write_tokens(state: DecodeState, tokens: Buffers, at: int) -> None:
     if state.products is None:
         state.keys[:, :, place] = tokens["k"].transpose(1, 2)
     if state.has_tail:
-        whole = n // state.unit * state.unit
-        if whole:
-            _seal(state, {name: x[:, :whole] for name, x in tokens.items()}, at // state.unit)
-        set_tail(state, {name: x[:, whole:] for name, x in tokens.items()}, at + whole)
-        _keep_raw(state, tokens, at)
+        head = min(n, -at % state.unit)  # of the tail's unit
+        if head:
+            _extend_tail(state, _part(tokens, 0, head), at)
+        rest = head + (n - head) // state.unit * state.unit
+        if rest > head:
+            _seal(state, _part(tokens, head, rest), (at + head) // state.unit)
+        if n > rest:
+            set_tail(state, _part(tokens, rest, n), at + rest)
+        if state.croppable:
+            _keep_raw(state, tokens, at)
     state.seen.fill_(at + n)
+
+
+def _part(tokens: Buffers, start: int, stop: int) -> Buffers:
+    return {name: x[:, start:stop] for name, x in tokens.items()}
 
 
 def set_tail(state: DecodeState, tokens: Buffers, at: int) -> None:
@@ -65,8 +75,41 @@ def set_tail(state: DecodeState, tokens: Buffers, at: int) -> None:
         state.tail_fade[:, 0] = total
 
 
+def _extend_tail(state: DecodeState, tokens: Buffers, at: int) -> None:
+    """Tokens of the tail's unit behind the `at` first; if they complete it, it is sealed."""
+    n, D, first = tokens["k"].shape[1], state.keys.shape[3], at // state.unit
+    assert state.turn is not None
+    rows = torch.arange(len(state.turn), device=state.turn.device)
+    start, stop = first * state.unit, at + n
+    old, new, unit = (places(state, *x) for x in ((start, at), (at, stop), (start, stop)))
+    complete = stop == start + state.unit
+    if "w" in tokens:
+        assert state.ring is not None and state.tail is not None
+        k = tokens["k"]
+        _, moved, product = chunk_transport(k[:, :, :0], k, tokens["w"], tokens["beta"])
+        state.ring[:, :, old, :D] = state.ring[:, :, old, :D] @ product
+        state.ring[:, :, new, :D] = moved.transpose(1, 2).float()
+        product = state.tail[rows, state.turn][..., :D, :D] @ product
+        state.tail[:, 0, :, :D, :D] = product
+        if complete:
+            _lay_keys(state, state.ring[:, :, unit, :D], product[:, None], first)
+    if "log_forget" in tokens:
+        assert state.ring_fade is not None and state.tail_fade is not None
+        behind, total = sums_behind(tokens["log_forget"])
+        state.ring_fade[:, :, old] += total[..., None]
+        state.ring_fade[:, :, new] = behind.transpose(1, 2).float()
+        total = state.tail_fade[rows, state.turn] + total
+        state.tail_fade[:, 0] = total
+        if complete:
+            _lay_fades(state, state.ring_fade[:, :, unit], total[:, None], first)
+    state.turn.fill_(0)
+
+
 def read_tokens(state: DecodeState, start: int, stop: int) -> Buffers:
-    """Tokens as they came, of the last `ring_size` ones; keys that nothing moves, from anywhere."""
+    """Tokens as they came, of the last `ring_size` ones; keys that nothing moves, from anywhere.
+
+    Of a croppable state.
+    """
     at = places(state, start, stop)
     k = state.keys[:, :, start:stop] if state.raw_k is None else state.raw_k[:, :, at]
     tokens = {"k": k.transpose(1, 2), "v": state.values[:, :, start:stop].transpose(1, 2)}
@@ -113,12 +156,18 @@ def set_matrices(state: DecodeState, units: slice, x: Tensor) -> None:
 
 
 def set_products(state: DecodeState, units: slice, x: Tensor) -> None:
-    """Transitions of units, `[B, n, H, D, D]`."""
-    if state.products is not None:
+    """Keep transitions of units, `[B, n, H, D, D]`, where tokens can be taken back."""
+    if state.products is not None and state.croppable:
         high = state.products[:, units, :, 0]
         high.copy_(x)
         if state.products.shape[3] == 2:
             state.products[:, units, :, 1] = (x - high).to(high.dtype)
+
+
+def set_forget(state: DecodeState, units: slice, x: Tensor) -> None:
+    """Keep Σ log_forget of units, `[B, n, HQ]`, where tokens can be taken back."""
+    if state.forget is not None and state.croppable:
+        state.forget[:, units] = x
 
 
 def past_of(state: DecodeState, seen: int) -> Past:
@@ -160,27 +209,39 @@ def _stored(state: DecodeState, start: int, stop: int) -> tuple[Tensor, Tensor]:
 def _seal(state: DecodeState, tokens: Buffers, first: int) -> None:
     """Units of tokens, of which the first is unit `first`, behind the others."""
     S, n = state.unit, tokens["k"].shape[1] // state.unit
-    units, place = slice(first, first + n), slice(first * S, (first + n) * S)
     if "w" in tokens:
         blocks = (tokens[x].unflatten(1, (n, S)).flatten(0, 1) for x in ("k", "w", "beta"))
         k, w, beta = blocks
         _, moved, products = chunk_transport(k[:, :, :0], k, w, beta)
-        state.keys[:, :, place] = moved.unflatten(0, (-1, n)).flatten(1, 2).transpose(1, 2)
-        products = products.unflatten(0, (-1, n))
-        set_products(state, units, products)
-        behind, total = products_behind(products)
-        for start in range(0, first, GROUP):
-            some = slice(start, min(first, start + GROUP))
-            set_matrices(state, some, _matrices(state, some) @ total[:, None])
-        set_matrices(state, units, behind)
+        keys = moved.unflatten(0, (-1, n)).flatten(1, 2).transpose(1, 2)
+        _lay_keys(state, keys, products.unflatten(0, (-1, n)), first)
     if "log_forget" in tokens:
-        assert state.fade is not None and state.forget is not None and state.unit_fade is not None
         behind, sums = sums_behind(tokens["log_forget"].unflatten(1, (n, S)))
-        state.fade[:, :, place] = behind.flatten(1, 2).transpose(1, 2)
-        state.forget[:, units] = sums
-        later, total = sums_behind(sums)
-        state.unit_fade[:, :first] += total[:, None]
-        state.unit_fade[:, units] = later
+        _lay_fades(state, behind.flatten(1, 2).transpose(1, 2), sums, first)
+
+
+def _lay_keys(state: DecodeState, keys: Tensor, products: Tensor, first: int) -> None:
+    """Keys `[B, H, n·S, D]` at their units' ends and transitions `[B, n, H, D, D]`, of the last n
+    units, which the tables take in."""
+    units = slice(first, first + products.shape[1])
+    state.keys[:, :, first * state.unit : units.stop * state.unit] = keys
+    set_products(state, units, products)
+    behind, total = products_behind(products)
+    for start in range(0, first, GROUP):
+        some = slice(start, min(first, start + GROUP))
+        set_matrices(state, some, _matrices(state, some) @ total[:, None])
+    set_matrices(state, units, behind)
+
+
+def _lay_fades(state: DecodeState, fade: Tensor, sums: Tensor, first: int) -> None:
+    """Gates `[B, HQ, n·S]` to their units' ends and of units `[B, n, HQ]`, of the last n units."""
+    assert state.fade is not None and state.unit_fade is not None
+    units = slice(first, first + sums.shape[1])
+    state.fade[:, :, first * state.unit : units.stop * state.unit] = fade
+    set_forget(state, units, sums)
+    later, total = sums_behind(sums)
+    state.unit_fade[:, :first] += total[:, None]
+    state.unit_fade[:, units] = later
 
 
 def _matrices(state: DecodeState, units: slice) -> Tensor:

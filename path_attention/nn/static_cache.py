@@ -19,10 +19,10 @@ from path_attention.nn.cache_state import (
     places,
     read_tokens,
     rebuild_tables,
+    set_forget,
     set_matrices,
     set_products,
     set_tail,
-    tail_start,
     write_tokens,
 )
 from path_attention.nn.cache_storage import Buffers, Tail, last_records, records_at
@@ -48,17 +48,22 @@ class StaticLayerCache(LayerCache):
     graph of its step goes on; longer chunks go in as into any `LayerCache`. For softmax on NVIDIA
     GPUs.
 
+    What taking back needs is kept beside the rest (`DecodeState` says how much): tokens as they
+    came, units' products, and what the last tokens and borders recorded. A cache that isn't
+    `croppable` holds none of it, steps in the same numbers, and refuses `crop`.
+
     Attributes:
         room: tokens, a multiple of the unit once it has settled.
+        croppable: whether tokens can be taken back.
         state: None until it has settled.
         placed: once settled, another object each time that a tensor takes another's place.
     """
 
-    def __init__(self, room: int, unit: int | None = None) -> None:
+    def __init__(self, room: int, unit: int | None = None, *, croppable: bool = True) -> None:
         """room: the most tokens. Raises ValueError unless it is at least 1."""
         if room < 1:
             raise ValueError(f"room: expected at least 1 token, got {room}")
-        self.room = room
+        self.room, self.croppable = room, croppable
         super().__init__(unit)
 
     def reset(self) -> None:
@@ -149,22 +154,28 @@ class StaticLayerCache(LayerCache):
             like = before[name] if values is None else values
             kept, _, at_borders = self._held(name, like, count)
             kept.copy_(before[name])
-            if name in borders:
+            if at_borders is not None and name in borders:
                 at_borders[:, : borders[name].shape[1]] = borders[name]
-            if values is not None:
+            if self.croppable and values is not None:
                 self._write_history(name, values, start, start, self.tail.get("valid"))
 
-    def _held(self, name: str, like: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """What is kept of a record of values like `[B, T, …]`: before, history, borders."""
+    def _held(
+        self, name: str, like: Tensor, count: int
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """What is kept of a record of values like `[B, T, …]`: before, history, borders.
+
+        The last two, None where it isn't croppable, are for taking back alone.
+        """
         state = self._settled
-        if name not in self._history:
+        if name not in self.before:
             self.placed = object()
             B, rest = like.shape[0], like.shape[2:]
             self._counts[name] = count
             self.before[name] = like.new_zeros(B, count, *rest)
-            self._history[name] = like.new_zeros(B, state.ring_size, *rest)
-            self._borders[name] = like.new_zeros(B, state.units, count, *rest)
-        return self.before[name], self._history[name], self._borders[name]
+            if self.croppable:
+                self._history[name] = like.new_zeros(B, state.ring_size, *rest)
+                self._borders[name] = like.new_zeros(B, state.units, count, *rest)
+        return self.before[name], self._history.get(name), self._borders.get(name)
 
     def _write_history(
         self, name: str, values: Tensor, start: int, new: int, valid: Tensor | None
@@ -188,8 +199,9 @@ class StaticLayerCache(LayerCache):
         return self.state
 
     def _make(self, k: Tensor, v: Tensor, heads: int, moves: bool, fades: bool) -> DecodeState:
-        unit, n = self.unit or unit_length(k.shape[3]), self._factors
-        return DecodeState.make(k, v, heads, self.room, unit, moves=moves, fades=fades, factors=n)
+        unit = self.unit or unit_length(k.shape[3])
+        kinds = {"moves": moves, "fades": fades, "croppable": self.croppable}
+        return DecodeState.make(k, v, heads, self.room, unit, factors=self._factors, **kinds)
 
     def _allocate(self, state: DecodeState) -> None:
         self.state, self._lengths, self.placed = state, None, object()
@@ -246,8 +258,8 @@ class StaticLayerCache(LayerCache):
                 fade = fade + self._fade[:, n, None]
             state.unit_fade[:, units] = fade
             forget = group.read_units("forget", self.unit)
-            assert forget is not None and state.forget is not None
-            state.forget[:, units] = forget
+            assert forget is not None
+            set_forget(state, units, forget)
 
     def _hide(self, valid: Tensor | None) -> DecodeState:
         """The state, which minds padding from the first chunk with some on."""
@@ -275,12 +287,11 @@ class StaticLayerCache(LayerCache):
             super()._advance(chunk, raw, k, moved)
             return
         state = self._hide(chunk.valid)
-        seen, start = self.seen, tail_start(state, self.seen)
         new = {"k": k, **{name: x for name, x in raw.items() if name in INPUTS}}
         if chunk.valid is not None:
             new["valid"] = chunk.valid
         self._advance_records(chunk)
-        write_tokens(state, _joined(read_tokens(state, start, seen), new), start)
+        write_tokens(state, new, self.seen)
         self._count(k.shape[1], chunk.valid)
 
     def _advance_records(self, chunk: Chunk) -> None:
@@ -289,9 +300,10 @@ class StaticLayerCache(LayerCache):
         start = seen // unit * unit
         for name, (values, count) in chunk.records.items():
             kept, history, _ = self._held(name, values, count)
-            joined = torch.cat([history[:, places(state, start, seen)], values], 1)
-            valid = self._joined_valid(start, chunk.valid, values)
-            self._write_history(name, joined, start, seen, valid)
+            if history is not None:
+                joined = torch.cat([history[:, places(state, start, seen)], values], 1)
+                valid = self._joined_valid(start, chunk.valid, values)
+                self._write_history(name, joined, start, seen, valid)
             kept.copy_(last_records(values, count, kept, chunk.valid))
 
     def _joined_valid(self, start: int, valid: Tensor | None, like: Tensor) -> Tensor | None:
@@ -318,6 +330,15 @@ class StaticLayerCache(LayerCache):
     def _first_kept(self) -> int:
         return max(self._kept_from, self.seen - self._settled.ring_size)
 
+    def nearest_crops(self, length: int) -> tuple[int, int]:
+        """As in `LayerCache`. Raises ValueError where it isn't croppable."""
+        if not self.croppable:
+            raise ValueError(
+                "cache: expected one made with croppable=True to take tokens back, "
+                "got croppable=False"
+            )
+        return super().nearest_crops(length)
+
     def _take_back(self, length: int) -> None:
         if self.state is None:
             super()._take_back(length)
@@ -333,6 +354,7 @@ class StaticLayerCache(LayerCache):
         start = length // unit * unit
         for name, count in self._counts.items():
             kept, history, borders = self._held(name, self.before[name], count)
+            assert history is not None and borders is not None
             last = borders[:, start // unit - 1] if start else torch.zeros_like(kept)
             values = history[:, places(state, start, length)]
             valid = None if state.valid is None else state.valid[:, start:length].bool()
@@ -419,17 +441,3 @@ def _factors(w: Tensor) -> int:
 def _all_valid(state: DecodeState) -> Tensor:
     B, _, room, _ = state.keys.shape
     return torch.ones(B, room, dtype=torch.uint8, device=state.keys.device)
-
-
-def _joined(tokens: Buffers, new: Buffers) -> Buffers:
-    """Tokens and those behind them; of both, or of one alone, some may be padding."""
-    if "valid" in tokens and "valid" not in new:
-        n = new["k"].shape[:2]
-        new = {**new, "valid": torch.ones(n, dtype=torch.bool, device=new["k"].device)}
-    both = {}
-    for name, x in tokens.items():
-        y = new[name]
-        if name in ("w", "beta") and y.dim() > x.dim():  # of one factor
-            y = y.squeeze(3)
-        both[name] = torch.cat([x, y.to(x.dtype)], 1)
-    return both

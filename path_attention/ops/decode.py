@@ -49,9 +49,19 @@ class Past(NamedTuple):
 class DecodeState(NamedTuple):
     """A layer's past in tensors of one size for good: what `decode_step` reads and changes.
 
-    N tokens of room in U units, a tail of the last incomplete unit in a ring of places, and the
-    last tokens as they came in another, from which a tail can be made anew; what none of its
-    encoding needs is None. Where nothing moves or fades there is no tail.
+    N tokens of room in U units, a tail of the last incomplete unit in a ring of places, and, if
+    tokens can be taken back (`croppable`), each unit's product and the last tokens as they came in
+    another ring, from which a tail can be made anew; what none of its encoding needs is None. Where
+    nothing moves or fades there is no tail.
+
+    Bytes of a row, with keys and values of D in 16 bits, units of S tokens and n factors a token:
+
+    - a token and key head: 4·D of keys and values; transport 4·D²/S more, D/2 at S = 8·D, and as
+      much again where croppable;
+    - a token and query head: gates 4 + 4/S, and 4/S more where croppable;
+    - once a key head: transport (S + 64)·4·DP of ring and 8·DP² of tail; one product, 4·D², or
+      where croppable instead (S + 64)·(2·D + 4·n·(D + 1)) of tokens as they came;
+    - once a query head: gates (S + 64)·4 + 8; then 4, or where croppable (S + 64)·4 more.
     """
 
     unit: int  # tokens of a unit
@@ -65,8 +75,9 @@ class DecodeState(NamedTuple):
     tail: Tensor | None = None  # float32 [B, 2, H, DP, DP], transition of the tail at `turn`
     turn: Tensor | None = None  # int32 [B], 0 or 1 by turns
     tail_fade: Tensor | None = None  # float32 [B, 2, HQ], Σ log_forget of the tail at `turn`
-    products: Tensor | None = None  # [B, U, H, 2, D, D], of each complete unit, as high + low
-    forget: Tensor | None = None  # float32 [B, U, HQ], Σ log_forget of each complete unit
+    # Of each complete unit; U is 1 where not croppable: of the one that a step is completing.
+    products: Tensor | None = None  # [B, U, H, 2, D, D], as high + low
+    forget: Tensor | None = None  # float32 [B, U, HQ], Σ log_forget
     high: Tensor | None = None  # [B, U, H, D, D], product of those behind each, as high + low
     low: Tensor | None = None  # in float16; float32 and no low, here and above, for float32 keys
     fade: Tensor | None = None  # float32 [B, HQ, N], Σ log_forget from each key to its unit's end
@@ -75,6 +86,7 @@ class DecodeState(NamedTuple):
     raw_w: Tensor | None = None  # float32 [B, H, ring, n, D]
     raw_beta: Tensor | None = None  # float32 [B, H, ring, n]
     raw_gate: Tensor | None = None  # float32 [B, HQ, ring]
+    croppable: bool = True  # whether what taking tokens back needs is kept
 
     @property
     def has_tail(self) -> bool:
@@ -90,6 +102,11 @@ class DecodeState(NamedTuple):
     def units(self) -> int:
         return self.keys.shape[2] // self.unit
 
+    @property
+    def units_kept(self) -> int:
+        """Places of `products` and `forget`, which units take by turns."""
+        return self.units if self.croppable else 1
+
     @classmethod
     def make(
         cls,
@@ -102,12 +119,14 @@ class DecodeState(NamedTuple):
         moves: bool,
         fades: bool,
         factors: int = 1,
+        croppable: bool = True,
     ) -> DecodeState:
         """An empty one for keys and values like k `[B, T, H, D]`, v, and at least `room` tokens."""
         (B, _, H, D), DV = k.shape, v.shape[3]
         U, ring, DP = -(-room // unit), unit + 64, max(64, 1 << (D - 1).bit_length())
         wide = k.new_zeros(0, dtype=torch.float32)
         count = wide.new_zeros(B, dtype=torch.int32)
+        kept = U if croppable else 1
         named: dict[str, Tensor] = {}
         if moves or fades:
             named["turn"] = count.clone()
@@ -117,25 +136,29 @@ class DecodeState(NamedTuple):
             named |= {
                 "ring": wide.new_zeros(B, H, ring, DP),
                 "tail": wide.new_zeros(B, 2, H, DP, DP),
-                "products": half.new_zeros(B, U, H, 1 if exact else 2, D, D),
+                "products": half.new_zeros(B, kept, H, 1 if exact else 2, D, D),
                 "high": half.new_zeros(B, U, H, D, D),
+            }
+            if not exact:
+                named["low"] = torch.zeros_like(named["high"])
+        if moves and croppable:
+            named |= {
                 "raw_k": k.new_zeros(B, H, ring, D),
                 "raw_w": wide.new_zeros(B, H, ring, factors, D),
                 "raw_beta": wide.new_zeros(B, H, ring, factors),
             }
-            if not exact:
-                named["low"] = torch.zeros_like(named["high"])
         if fades:
             named |= {
                 "ring_fade": wide.new_zeros(B, heads, ring),
                 "tail_fade": wide.new_zeros(B, 2, heads),
-                "forget": wide.new_zeros(B, U, heads),
+                "forget": wide.new_zeros(B, kept, heads),
                 "fade": wide.new_zeros(B, heads, U * unit),
                 "unit_fade": wide.new_zeros(B, U, heads),
-                "raw_gate": wide.new_zeros(B, heads, ring),
             }
+            if croppable:
+                named["raw_gate"] = wide.new_zeros(B, heads, ring)
         keys, values = k.new_zeros(B, H, U * unit, D), v.new_zeros(B, H, U * unit, DV)
-        return cls(unit, keys, values, count, count.clone(), **named)
+        return cls(unit, keys, values, count, count.clone(), **named, croppable=croppable)
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by its name."""
@@ -176,8 +199,8 @@ def record_step(
     state: DecodeState,
     values: Tensor,
     before: Tensor,
-    history: Tensor,
-    borders: Tensor,
+    history: Tensor | None,
+    borders: Tensor | None,
     *,
     valid: Tensor | None = None,
 ) -> None:
@@ -187,7 +210,8 @@ def record_step(
         values: `[B, T, …]`; valid: bool `[B, T]`, False for padding, whose values are skipped.
         before: `[B, count, …]`, those of the last real tokens, oldest first.
         history: `[B, ring, …]`, those of the last tokens, in the places of the state's rings.
-        borders: `[B, U, count, …]`, `before` as it was at the end of each unit.
+        borders: `[B, U, count, …]`, `before` as it was at the end of each unit. None, as history
+            is, where nothing is taken back.
     """
     from path_attention.ops.triton.step import triton_record_step
 

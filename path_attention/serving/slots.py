@@ -32,7 +32,7 @@ class Slots:
     """Rows of one static cache that sequences come to and leave.
 
     Every step computes all rows, of which those that are free mean nothing: a row's numbers don't
-    depend on how many others there are.
+    depend on how many others there are. No row takes tokens back, so nothing is kept for that.
 
     Attributes:
         rows: how many; room: tokens of each.
@@ -42,7 +42,8 @@ class Slots:
     def __init__(self, model: PathAttentionForCausalLM, rows: int, room: int) -> None:
         """Allocates everything. Raises ValueError where the model has no kernels for it."""
         self.model, self.rows = model, rows
-        self.cache = StaticPathCache(model.config, room)  # pyright: ignore[reportArgumentType]
+        config: Any = model.config
+        self.cache = StaticPathCache(config, room, croppable=False)
         self.free = list(range(rows))
         self._steps = 0
         self._ids = torch.zeros(rows, 1, dtype=torch.int64, device=model.device)
@@ -76,7 +77,7 @@ class Slots:
         """Layers of fixed size with what a cache that grows has."""
         layers = []
         for own, source in zip(self._layers, fork_cache(cache).layers, strict=True):
-            layer = StaticPathCacheLayer(own.room)
+            layer = StaticPathCacheLayer(own.room, croppable=own.croppable)
             kept = dict(vars(source))
             layer.lengths = kept.pop("lengths")
             vars(layer).update(kept)
@@ -116,7 +117,7 @@ def _row_tensors(layer: StaticPathCacheLayer) -> list[Tensor]:
 
 def _empty_like(layer: StaticPathCacheLayer) -> StaticPathCacheLayer:
     """A layer of one row that has seen nothing."""
-    other = StaticPathCacheLayer(layer.room)
+    other = StaticPathCacheLayer(layer.room, croppable=layer.croppable)
     assert layer.state is not None
     empty: Any = {name: torch.zeros_like(x[:1]) for name, x in layer.state.tensors().items()}
     other.state = layer.state._replace(**empty)

@@ -51,6 +51,42 @@ def test_drafts_are_taken_back(make_model, preset):
         assert torch.equal(fixed, grown)
 
 
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, False),
+        ({"num_beams": 2}, False),
+        ({"prompt_lookup_num_tokens": 3}, True),
+        ({"return_dict_in_generate": True}, True),  # its caller may take tokens back
+    ],
+)
+def test_generate_keeps_what_cropping_needs_where_someone_may_crop(make_model, options, kept):
+    model, seen = make_model("path_fox"), []
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["past_key_values"]), with_kwargs=True
+    )
+    prompt = prompts()[1:, :7]
+    options = {"cache_implementation": "static", "max_new_tokens": 2, **options}
+    model.generate(prompt, do_sample=False, **options)
+    assert {cache.is_croppable for cache in seen} == {kept}
+    assert {layer.room for cache in seen for layer in cache.layers} == {64}
+
+
+def test_a_cache_that_takes_nothing_back_refuses_drafts_and_crops(make_model):
+    model = make_model("path_fox")
+    cache = StaticPathCache(model.config, 64, croppable=False)
+    drafts = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 4, "do_sample": False}
+    with pytest.raises(ValueError, match="crop"):
+        model.generate(prompts()[1:].repeat(1, 2), **{CACHE_NAME: cache}, **drafts)
+    cache = StaticPathCache(model.config, 64, croppable=False)
+    with torch.no_grad():
+        model(prompts()[1:, :9], **{CACHE_NAME: cache})
+    for crop in (lambda: crop_cache(cache, 8), lambda: cache.crop(-1)):
+        with pytest.raises(ValueError, match="croppable=True to take tokens back"):
+            crop()
+    assert cache.get_seq_length() == 9
+
+
 def test_forked_and_cropped_as_one_that_grows(make_model):
     model = make_model("path_fox")
     cache, ids = StaticPathCache(model.config, 128), prompts()[1:]

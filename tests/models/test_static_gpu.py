@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from path_attention.models import StaticPathCache, crop_cache
-from path_attention.models.cache import CACHE_NAME
+from path_attention.models.cache import CACHE_NAME, cache_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -56,6 +56,23 @@ def test_replays_go_on_after_a_crop(make_model, preset):
             graph, at = cache._graph, back
             assert graph is not None
             crop_cache(cache, back)
+
+
+@pytest.mark.parametrize("preset", ["path_fox", "fox", "rotation_learned"])
+def test_a_cache_that_takes_nothing_back_gives_the_same(make_model, preset):
+    """Bit for bit, by graphs over a sealing, and in a long chunk; in fewer bytes."""
+    model = make_model(preset).cuda()
+    ids, found = torch.randint(1, 64, (2, 400), device="cuda"), []
+    for croppable in (True, False):
+        cache = StaticPathCache(model.config, 400, croppable=croppable)
+        with torch.no_grad():
+            model(ids[:, :200], **{CACHE_NAME: cache})
+            steps = [model(ids[:, t : t + 1], **{CACHE_NAME: cache}) for t in range(200, 300)]
+            last = model(ids[:, 300:], **{CACHE_NAME: cache})
+        assert cache._graph is not None
+        found.append((torch.cat([x.logits for x in [*steps, last]], 1), cache_bytes(cache)))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[1][1] < found[0][1]
 
 
 @pytest.mark.parametrize("preset", ["path_fox", "rope"])

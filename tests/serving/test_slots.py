@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
 from small_server import Asked, gauge, make_ids, make_model, wait_for
 
 from path_attention.models.cache import CACHE_NAME
+from path_attention.models.static_cache import StaticPathCache
+from path_attention.nn.cache_units import memory
+from path_attention.serving.batched import BatchedEngine
+from path_attention.serving.command import make_engine
 from path_attention.serving.request import Refused
 from path_attention.serving.settings import Settings
 from path_attention.serving.slots import SlotEngine, Slots, fits_slots
@@ -104,6 +109,29 @@ def test_a_row_stays_free_where_a_copy_fails(monkeypatch) -> None:
     with pytest.raises(ZeroDivisionError):
         slots.seat(prefill(slots.model, make_ids(3)))
     assert slots.free == [0, 1]
+
+
+@interpreted
+def test_rows_hold_nothing_to_take_back_with() -> None:
+    model = make_model("path", num_hidden_layers=1)
+    slots, croppable = Slots(model, 1, 300), StaticPathCache(model.config, 300)
+    with torch.no_grad():
+        model(torch.tensor([[1]]), **{CACHE_NAME: croppable})
+    layer: Any = croppable.layers[0]
+    state = layer.state
+    more = [state.raw_k, state.raw_w, state.raw_beta, state.products[:, 1:]]
+    more += [*layer._history.values(), *layer._borders.values()]
+    assert slots.bytes == memory([layer]) - sum(x.numel() * x.itemsize for x in more)
+    assert not slots.cache.is_croppable
+
+
+def test_drafts_are_written_in_caches_that_can_be_cropped(tokenizer, monkeypatch) -> None:
+    """Also where rows of fixed size could be had."""
+    monkeypatch.setattr("path_attention.serving.command.fits_slots", lambda model: True)
+    model = make_model("path", num_hidden_layers=1)
+    for settings, draft in ((Settings(lookup_tokens=4), None), (Settings(), make_model("rope"))):
+        engine = make_engine(model, tokenizer, settings, draft)
+        assert type(engine) is BatchedEngine
 
 
 @interpreted

@@ -201,11 +201,12 @@ def _keep_keys(
         tl.store(fade_ptr + heads * capacity + at[None, :], b_fade, grouped)
 
 
-@triton.jit(do_not_specialize=["T", "capacity", "parts", "rows"])
+@triton.jit(do_not_specialize=["T", "capacity", "parts", "rows", "kept_units"])
 def finish_kernel(
     part_ptr, part_lse_ptr, out_ptr, lse_ptr, seen_ptr, next_ptr, turn_ptr,
     keys_ptr, ring_ptr, fade_ptr, ring_fade_ptr, high_ptr, low_ptr, product_ptr, unit_fade_ptr,
-    forget_ptr, parts, rows, T, unit, ring, capacity, copies, stride_mb, stride_mu, stride_mh,
+    forget_ptr, parts, rows, T, unit, ring, capacity, copies, kept_units,
+    stride_mb, stride_mu, stride_mh,
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     MOVE: tl.constexpr, GATE: tl.constexpr, OPERAND: tl.constexpr, EARLY: tl.constexpr,
@@ -232,10 +233,10 @@ def finish_kernel(
             tl.store(turn_ptr + i_b, 1 - tl.load(turn_ptr + i_b), first)
     elif (seen // unit > (seen - T) // unit) & (seen >= unit):
         i_unit, item = seen // unit - 1, i_z - rows
-        step = tl.num_programs(0) - rows
+        place, step = i_unit % kept_units, tl.num_programs(0) - rows
         if GATE:
             o_g = tl.arange(0, GP)
-            p_forget = forget_ptr + (i_b * (capacity // unit) + i_unit) * H * G + i_h * G
+            p_forget = forget_ptr + (i_b * kept_units + place) * H * G + i_h * G
             b_new = tl.load(p_forget + o_g, o_g < G, other=0.0)
             for y in tl.range(item, i_unit + 1, step, num_stages=1):
                 p_y = unit_fade_ptr + (i_b * (capacity // unit) + y) * H * G + i_h * G + o_g
@@ -250,7 +251,7 @@ def finish_kernel(
         elif MOVE:
             at = i_b.to(tl.int64) * stride_mb + i_h.to(tl.int64) * stride_mh
             PARTS: tl.constexpr = 1 if product_ptr.dtype.element_ty == tl.float32 else 2
-            here = (i_b.to(tl.int64) * (capacity // unit) + i_unit) * H + i_h
+            here = (i_b.to(tl.int64) * kept_units + place) * H + i_h
             _carry(
                 high_ptr + at, low_ptr + at, product_ptr + here * PARTS * D * D, i_unit,
                 item - copies, step - copies, stride_mu, D, DP, BN, STAGES, OPERAND,

@@ -6,7 +6,7 @@ docs/algorithm.md §5, for a chunk of up to 16 tokens:
   matrix each in float16, and the tail's transition past the chunk;
 - `attend_kernel` splits the sealed units over the device;
 - `tail_kernel`, beside it, attends the tail and the chunk itself; keys of the tail pass the chunk
-  (float32, in place), whose tokens are also kept as they came, so that they can be taken back;
+  (float32, in place), whose tokens are also kept as they came where they can be taken back;
 - `finish_kernel` merges the parts by log-sum-exp; where a unit became complete, the tail's keys are
   the unit's for ever, and each earlier unit's matrix is carried over it.
 
@@ -147,10 +147,10 @@ def _step(
         *(either(z, q) for z in (s.valid, s.ring, s.ring_fade, s.tail_fade, s.forget)),
         *(either(z, q) for z in (s.raw_k, s.raw_w, s.raw_beta, s.raw_gate)), s.seen,
         s.next, either(s.turn, q), rows.parts, rows.lses, scale, T, s.unit, s.ring_size, capacity,
-        rows.count, splits, **rows.sizes, GP=triton.next_power_of_2(G), F=_factors(w),
+        rows.count, splits, s.units_kept, **rows.sizes, GP=triton.next_power_of_2(G), F=_factors(w),
         BR=_row_tile(rows), TP=16, CHUNKS=chunks, BC=BC, VALID=s.valid is not None,
-        CHUNK_VALID=asked is not None, OPERAND=operand, num_warps=4 if width <= 128 else 8,
-        **_registers(width, q.device), **kinds, **early,
+        CHUNK_VALID=asked is not None, KEEP=s.croppable, OPERAND=operand,
+        num_warps=4 if width <= 128 else 8, **_registers(width, q.device), **kinds, **early,
     )  # fmt: skip
     return _finish(s, rows, q, kinds, early)
 
@@ -190,8 +190,8 @@ def _move(
     assert s.high is not None
     move_kernel[(movers, B * H)](
         q, w, beta, s.tail, s.products, s.seen, s.turn, s.high, x, moved, in_range, rows.T, s.unit,
-        capacity, rows.count, *s.high.stride()[:3], **rows.sizes, F=_factors(w), BR=_row_tile(rows),
-        STAGES=1 if DP == 256 or exact else 3, OPERAND=operand, EARLY=early,
+        capacity, rows.count, s.units_kept, *s.high.stride()[:3], **rows.sizes, F=_factors(w),
+        BR=_row_tile(rows), STAGES=1 if DP == 256 or exact else 3, OPERAND=operand, EARLY=early,
         num_warps=4 if DP == 64 else 8, **_registers(DP, q.device),
     )  # fmt: skip
     return moved, in_range
@@ -216,9 +216,10 @@ def _finish(
     finish_kernel[(rows.count + copies + carriers, B * H)](
         rows.parts, rows.lses, out, lse, s.seen, s.next, either(s.turn, q),
         *(either(z, q) for z in tables), rows.parts.shape[0], rows.count, rows.T, s.unit,
-        s.ring_size, capacity, copies, *strides, **rows.sizes, GP=triton.next_power_of_2(rows.G),
-        BP=parts_at_once(rows), BN=DP if hoisted else 64, STAGES=2 if DP == 64 else 1,
-        OPERAND=operand, num_warps=4 if DP <= 128 else 8, **kinds, **early,
+        s.ring_size, capacity, copies, s.units_kept, *strides, **rows.sizes,
+        GP=triton.next_power_of_2(rows.G), BP=parts_at_once(rows), BN=DP if hoisted else 64,
+        STAGES=2 if DP == 64 else 1, OPERAND=operand, num_warps=4 if DP <= 128 else 8, **kinds,
+        **early,
     )  # fmt: skip
     return out
 
@@ -227,8 +228,8 @@ def triton_record_step(
     state: DecodeState,
     values: Tensor,
     before: Tensor,
-    history: Tensor,
-    borders: Tensor,
+    history: Tensor | None,
+    borders: Tensor | None,
     valid: Tensor | None,
 ) -> None:
     """Arguments as in `record_step`."""
@@ -239,7 +240,8 @@ def triton_record_step(
     asked = before if valid is None else valid.contiguous().view(torch.uint8)
     with torch.cuda.device_of(values):
         record_kernel[(B, triton.cdiv(E, BE))](
-            values, asked, before, history, borders, state.seen, T, state.unit, state.ring_size,
-            state.keys.shape[2], E=E, COUNT=count, CP=triton.next_power_of_2(count), BE=BE,
-            VALID=valid is not None, num_warps=1 if BE < 128 else 4,
+            values, asked, before, either(history, before), either(borders, before), state.seen, T,
+            state.unit, state.ring_size, state.keys.shape[2], E=E, COUNT=count,
+            CP=triton.next_power_of_2(count), BE=BE, VALID=valid is not None,
+            KEEP=history is not None, num_warps=1 if BE < 128 else 4,
         )  # fmt: skip

@@ -130,12 +130,12 @@ def _append_keys(
 
 @triton.jit
 def _append_transition(
-    w_ptr, beta_ptr, from_ptr, to_ptr, product_ptr, i_b, i_h, T, unit, before, empty, o_p, o_d,
-    H: tl.constexpr, F: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    w_ptr, beta_ptr, from_ptr, to_ptr, product_ptr, i_b, i_h, T, unit, kept_units, before, empty,
+    o_p, o_d, H: tl.constexpr, F: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """Rows o_p of the tail's transition pass the chunk, as keys do; a complete unit's is kept.
 
-    product_ptr: of this row and key head in the first unit.
+    product_ptr: of this row and key head in the first of the places that units take by turns.
     """
     b_eye = tl.where(o_p[:, None] == o_d[None, :], 1.0, 0.0)
     b_p = b_eye
@@ -148,7 +148,8 @@ def _append_transition(
             inside = (o_p[:, None] < D) & (o_d[None, :] < D)
             kept: tl.constexpr = product_ptr.dtype.element_ty
             PARTS: tl.constexpr = 1 if kept == tl.float32 else 2
-            p_product = product_ptr + ((before + s) // unit).to(tl.int64) * H * PARTS * D * D
+            place = (before + s) // unit % kept_units
+            p_product = product_ptr + place.to(tl.int64) * H * PARTS * D * D
             p_product += o_p[:, None] * D + o_d[None, :]
             b_high = b_p.to(kept)
             tl.store(p_product, b_high, inside)
@@ -246,7 +247,7 @@ def _tail_chunk(
 
 @triton.jit
 def _append_gates(
-    gate_ptr, fade_ptr, turn, forget_ptr, i_b, i_h, T, unit, units, before,
+    gate_ptr, fade_ptr, turn, forget_ptr, i_b, i_h, T, unit, kept_units, before,
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
     """The tail's sum takes the chunk's gates in, from one place to another."""
@@ -258,16 +259,17 @@ def _append_gates(
         p_gate = gate_ptr + ((i_b * T + s) * H + i_h) * G + o_g
         b_fade += tl.load(p_gate, o_g < G, other=0.0).to(tl.float32)
         if (before + s + 1) % unit == 0:
-            p_forget = forget_ptr + (i_b * units + (before + s) // unit) * H * G
+            place = i_b * kept_units + (before + s) // unit % kept_units
+            p_forget = forget_ptr + place * H * G
             tl.store(p_forget + o_h, b_fade, o_g < G)
             b_fade = tl.zeros([GP], tl.float32)
     tl.store(fade_ptr + (1 - turn) * H * G + o_h, b_fade, o_g < G)
 
 
-@triton.jit(do_not_specialize=["T", "rows", "capacity"])
+@triton.jit(do_not_specialize=["T", "rows", "capacity", "kept_units"])
 def move_kernel(
     q_ptr, w_ptr, beta_ptr, tail_ptr, product_ptr, seen_ptr, turn_ptr, move_ptr, x_ptr, moved_ptr,
-    range_ptr, T, unit, capacity, rows, stride_mb, stride_mu, stride_mh,
+    range_ptr, T, unit, capacity, rows, kept_units, stride_mb, stride_mu, stride_mh,
     H: tl.constexpr, G: tl.constexpr, F: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr,
     OPERAND: tl.constexpr, EARLY: tl.constexpr,
@@ -311,26 +313,27 @@ def move_kernel(
     if i_c < DP // 64:
         p_to = tail_ptr + ((i_b * 2 + 1 - turn) * H + i_h).to(tl.int64) * DP * DP
         PARTS: tl.constexpr = 1 if product_ptr.dtype.element_ty == tl.float32 else 2
-        here = i_b.to(tl.int64) * (capacity // unit) * H + i_h
+        here = i_b.to(tl.int64) * kept_units * H + i_h
         _append_transition(
             w_ptr, beta_ptr, p_tail, p_to, product_ptr + here * PARTS * D * D, i_b, i_h, T, unit,
-            before, empty, i_c * 64 + o_64, o_d, H, F, D, DP,
+            kept_units, before, empty, i_c * 64 + o_64, o_d, H, F, D, DP,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["T", "rows", "first_part", "capacity"])
+@triton.jit(do_not_specialize=["T", "rows", "first_part", "capacity", "kept_units"])
 def tail_kernel(
     q_ptr, k_ptr, v_ptr, w_ptr, beta_ptr, gate_ptr, chunk_valid_ptr,
     keys_ptr, values_ptr, valid_ptr, ring_ptr, ring_fade_ptr, tail_fade_ptr, forget_ptr,
     raw_k_ptr, raw_w_ptr, raw_beta_ptr, raw_gate_ptr,
     seen_ptr, next_ptr, turn_ptr, out_ptr, lse_ptr, scale, T, unit, ring, capacity, rows,
-    first_part,
+    first_part, kept_units,
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, F: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, BR: tl.constexpr, TP: tl.constexpr,
     CHUNKS: tl.constexpr, BC: tl.constexpr, MOVE: tl.constexpr, GATE: tl.constexpr,
-    VALID: tl.constexpr, CHUNK_VALID: tl.constexpr, OPERAND: tl.constexpr, EARLY: tl.constexpr,
+    VALID: tl.constexpr, CHUNK_VALID: tl.constexpr, KEEP: tl.constexpr, OPERAND: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Append a chunk to the tail, and attend both.
+    """Append a chunk to the tail, and attend both; KEEP: its tokens as they came too.
 
     Programs of one row and key head: CHUNKS, each of BC places of the tail; one for the chunk
     itself. Runs beside `attend_kernel`, whose end one program waits for on behalf of what follows.
@@ -359,7 +362,7 @@ def tail_kernel(
         if GATE:
             _append_gates(
                 gate_ptr, tail_fade_ptr + i_b * 2 * H * G, tl.load(turn_ptr + i_b), forget_ptr, i_b,
-                i_h, T, unit, capacity // unit, before, H, G, GP,
+                i_h, T, unit, kept_units, before, H, G, GP,
             )  # fmt: skip
         o_t = tl.arange(0, TP)
         token = ((i_b * T + o_t) * H + i_h).to(tl.int64)
@@ -368,13 +371,13 @@ def tail_kernel(
             _copy_rows(k_ptr, keys_ptr, token, place, o_t < T, o_d, D)
         _copy_rows(v_ptr, values_ptr, token, place, o_t < T, o_v, DV)
         slot = i_bh.to(tl.int64) * ring + (before + o_t) % ring
-        if MOVE:
+        if MOVE and KEEP:
             _copy_rows(k_ptr, raw_k_ptr, token, slot, o_t < T, o_d, D)
             for n in tl.static_range(F):
                 _copy_rows(w_ptr, raw_w_ptr, token * F + n, slot * F + n, o_t < T, o_d, D)
                 b_beta = tl.load(beta_ptr + token * F + n, o_t < T)
                 tl.store(raw_beta_ptr + slot * F + n, b_beta, o_t < T)
-        if GATE:
+        if GATE and KEEP:
             _keep_gates(
                 gate_ptr, raw_gate_ptr, token, before + o_t, o_t < T, i_bh, ring, G, GP,
             )  # fmt: skip
@@ -393,8 +396,10 @@ def tail_kernel(
 def record_kernel(
     values_ptr, valid_ptr, before_ptr, history_ptr, borders_ptr, seen_ptr, T, unit, ring, capacity,
     E: tl.constexpr, COUNT: tl.constexpr, CP: tl.constexpr, BE: tl.constexpr, VALID: tl.constexpr,
+    KEEP: tl.constexpr,
 ):  # fmt: skip
-    """A chunk's records, E elements a token: the last COUNT real ones, all of the ring, at borders.
+    """A chunk's records, E elements a token: the last COUNT real ones; KEEP: all, of the ring, and
+    those at borders.
 
     Programs of one row, BE elements each. After a step: `seen` counts the chunk.
     """
@@ -409,7 +414,8 @@ def record_kernel(
     for t in tl.range(0, T, num_stages=1):
         b_new = tl.load(values_ptr + (i_b * T + t) * E + o, inside, other=0)
         at = before + t
-        tl.store(history_ptr + (i_b * ring + at % ring) * E + o, b_new, inside)
+        if KEEP:
+            tl.store(history_ptr + (i_b * ring + at % ring) * E + o, b_new, inside)
         b_next = b_kept
         if COUNT > 1:
             b_next = tl.sum(tl.where(moves_up[:, :, None], b_kept[None, :, :], 0), 1)
@@ -418,7 +424,7 @@ def record_kernel(
             b_kept = tl.where(tl.load(valid_ptr + i_b * T + t) != 0, b_next, b_kept)
         else:
             b_kept = b_next
-        if (at + 1) % unit == 0:
+        if KEEP and (at + 1) % unit == 0:
             p_border = borders_ptr + (i_b * (capacity // unit) + at // unit) * COUNT * E
             tl.store(p_border + o_kept, b_kept, kept)
     tl.store(p_before, b_kept, kept)

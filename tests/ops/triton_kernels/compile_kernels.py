@@ -48,8 +48,9 @@ def launches(D: int, encoding: str, dtype: torch.dtype, shared_memory: int) -> N
         )
         q, k, v = (y.to(dtype) for y in (q, k, v))
         kinds = {"moves": w is not None, "fades": gate is not None}
-        state = DecodeState.make(k, v, 4, 16384, 8 * D, **kinds)
-        step.triton_decode_step(state, q, k, v, w, beta, gate, None, 0.1)
+        for croppable in (True, False):
+            state = DecodeState.make(k, v, 4, 16384, 8 * D, croppable=croppable, **kinds)
+            step.triton_decode_step(state, q, k, v, w, beta, gate, None, 0.1)
         return
     if encoding.startswith("prefill_"):
         prefill(D, encoding.removeprefix("prefill_"), dtype)
@@ -80,6 +81,7 @@ def prefill(D: int, encoding: str, dtype: torch.dtype) -> None:
     state = DecodeState.make(k, v, 4, 1024, 512, moves=False, fades=False)
     kept = torch.empty(1, 2, D), torch.empty(1, state.ring_size, D), torch.empty(1, 2, 2, D)
     step.triton_record_step(state, kept[0], *kept, None)
+    step.triton_record_step(state, kept[0], kept[0], None, None, None)
 
 
 MODULES = (decode, step, move, meet, hopper, operator, ranges, stick_breaking, transport)
