@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
-from path_attention.models import StaticPathCache, crop_cache, fork_cache
+from path_attention.models import (
+    PathAttentionConfig,
+    PathAttentionForCausalLM,
+    StaticPathCache,
+    crop_cache,
+    fork_cache,
+)
 from path_attention.models.cache import CACHE_NAME, cache_bytes
 
 pytest.importorskip("triton")
@@ -65,7 +73,7 @@ def test_generate_keeps_what_cropping_needs_where_someone_may_crop(make_model, o
     model.model.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["past_key_values"]), with_kwargs=True
     )
-    prompt = prompts()[1:, :7]
+    prompt = prompts()[1:, :2]
     options = {"cache_implementation": "static", "max_new_tokens": 2, **options}
     model.generate(prompt, do_sample=False, **options)
     assert {cache.is_croppable for cache in seen} == {kept}
@@ -85,6 +93,38 @@ def test_a_cache_that_takes_nothing_back_refuses_drafts_and_crops(make_model):
         with pytest.raises(ValueError, match="croppable=True to take tokens back"):
             crop()
     assert cache.get_seq_length() == 9
+
+
+def bytes_of_a_row(preset: str, size: int, room: int, croppable: bool) -> int:
+    """One layer of one head, in 16 bits."""
+    widths = {"hidden_size": size, "num_attention_heads": 1, "intermediate_size": 8}
+    config = PathAttentionConfig.from_preset(preset, vocab_size=8, num_hidden_layers=1, **widths)
+    model = PathAttentionForCausalLM(config).bfloat16().eval()
+    cache = StaticPathCache(config, room, croppable=croppable)
+    with torch.no_grad():
+        model(torch.zeros(1, 1, dtype=torch.int64), **{CACHE_NAME: cache})
+    return cache_bytes(cache)
+
+
+def share_saved(preset: str, size: int, room: int) -> float:
+    """In percent, by a row that takes nothing back."""
+    kept, less = (bytes_of_a_row(preset, size, room, croppable) for croppable in (True, False))
+    return 100 * (1 - less / kept)
+
+
+def test_what_is_told_of_a_rows_bytes_is_true():
+    text = (Path(__file__).parents[2] / "docs/how-to-decode.md").read_text("utf-8")
+    titles, *rows = re.findall(r"^\| (head size|64|128) \|(.*) \|$", text, re.M)
+    rooms = [int(re.sub(r"\D", "", cell)) for cell in titles[1].split("|")]
+    assert rooms == [2048, 8192, 36864] and [name for name, _ in rows] == ["64", "128"]
+    for name, cells in rows:
+        for room, told in zip(rooms, cells.split("|"), strict=True):
+            assert round(share_saved("path", int(name), room), 1) == float(told.strip(" %"))
+        for room in rooms[:1]:
+            less = share_saved("path", int(name), room) - share_saved("path_fox", int(name), room)
+            assert 0 < less <= 0.2
+    assert 0 < share_saved("fox", 64, 2048) < 1
+    assert bytes_of_a_row("rope", 64, 128, True) == bytes_of_a_row("rope", 64, 128, False)
 
 
 def test_forked_and_cropped_as_one_that_grows(make_model):
