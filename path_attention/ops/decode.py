@@ -61,7 +61,8 @@ class DecodeState(NamedTuple):
     - a token and query head: gates 4 + 4/S, and 4/S more where croppable;
     - once a key head: transport (S + 64)·4·DP of ring and 8·DP² of tail; one product, 4·D², or
       where croppable instead (S + 64)·(2·D + 4·n·(D + 1)) of tokens as they came;
-    - once a query head: gates (S + 64)·4 + 8; then 4, or where croppable (S + 64)·4 more.
+    - once a query head: gates (S + 64)·4 + 8; then 4, or where croppable (S + 64)·4 more;
+    - once: 8 of counts, 12 with a tail; and 1 a token where some are padding.
     """
 
     unit: int  # tokens of a unit

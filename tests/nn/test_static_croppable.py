@@ -127,7 +127,7 @@ def row_bytes(
 @pytest.mark.parametrize(("moves", "fades"), KINDS)
 @pytest.mark.parametrize(("D", "factors"), [(64, 1), (96, 2), (128, 1), (256, 3)])
 def test_a_row_takes_what_is_said(moves, fades, croppable, D, factors):
-    """The table of `DecodeState`, and 8 or 12 bytes of counts."""
+    """The list of `DecodeState`."""
     S = min(1024, 8 * D)
     room, DP = 8 * S, {64: 64, 96: 128, 128: 128, 256: 256}[D]
     head = room * 4 * D
