@@ -51,9 +51,9 @@ def meet(
     meet_fwd_hopper_kernel[(pairs, c.H * c.G)](
         _tiled(stored(moved.queries, c.q, t.DP, _ROWS)),
         _tiled(stored(moved.keys, c.k, t.DP, _KEYS)), _tiled(public(c.v, t.DVP, _KEYS)),
-        either(moved.query_gates, ranges),
-        either(moved.key_gates, ranges), ranges, *softmax, out, either(low, out), lse, *_tables(c),
-        pairs, grid.count, grid.queries, grid.keys, grid.levels, *strides(out), lse.stride(0),
+        either(moved.query_gates, ranges), _tiled(vector(either(moved.key_gates, softmax.m), _KEYS)),
+        ranges, *softmax, out, either(low, out), lse, *_tables(c), pairs,
+        grid.count, grid.queries, grid.keys, grid.levels, *strides(out), lse.stride(0),
         DP=t.DP, DV=t.DV, DVP=t.DVP, BN=_KEYS, STAGES=2, LOW=low is not None,
         REGISTERS=_REGISTERS, num_warps=4, **c.kinds,
     )  # fmt: skip
@@ -79,8 +79,8 @@ def queries_backward(c: Call, moved, ranges, top: Top, partial: Partial, arrivin
         queries, _tiled(stored(moved.keys, c.k, t.DP, _ROWS)), _tiled(public(c.v, t.DVP, _ROWS)),
         _tiled(public(top.grad_out, t.DVP, _ROWS)), _tiled(transition_tiles(c, moved.blocks)),
         _tiled(_kept(c, arriving)), either(moved.query_gates, ranges),
-        either(moved.key_gates, ranges), ranges, top.lse, top.delta, partial.q, partial.rows,
-        *_tables(c), *_counts(c), DP=t.DP, DVP=t.DVP, BN=_ROWS, STAGES=2, REGISTERS=_REGISTERS,
+        _tiled(vector(either(moved.key_gates, top.lse), _ROWS)), ranges, top.lse, top.delta,
+        partial.q, partial.rows, *_tables(c), *_counts(c), DP=t.DP, DVP=t.DVP, BN=_ROWS, STAGES=2, REGISTERS=_REGISTERS,
         num_warps=4, **c.kinds,
     )  # fmt: skip
 

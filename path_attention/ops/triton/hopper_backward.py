@@ -37,13 +37,15 @@ def left_of(i, level, size):
 
 @gluon.jit
 def _fetch_keys(
-    q_desc, k_desc, v_desc, do_desc, p_desc, q0_s, q1_s, do0_s, do1_s, k_s, v_s, p_s,
+    q_desc, k_desc, v_desc, do_desc, p_desc, kc_desc, q0_s, q1_s, do0_s, do1_s, k_s, v_s, p_s, kc_s,
     do_ready, q_ready, q_empty, p_ready, p_empty, x_ready, x_empty,
     token, i, size, table, i_hq, queries, keys, nodes, levels,
     G: gl.constexpr, DP: gl.constexpr, DVP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    TRANSPORT: gl.constexpr,
+    TRANSPORT: gl.constexpr, GATE: gl.constexpr,
 ):  # fmt: skip
     """For queries: their tiles, the left units' keys and values, transitions between levels."""
+    kc_bytes: gl.constexpr = kc_desc.block_type.nbytes if GATE else 0
+    nbytes: gl.constexpr = k_desc.block_type.nbytes + v_desc.block_type.nbytes + kc_bytes
     i_h = i_hq // G
     second = gl.where(i + 1 < size, 64, 0)
     mbarrier.expect(do_ready.index(0), 2 * do_desc.block_type.nbytes)
@@ -82,12 +84,15 @@ def _fetch_keys(
                 q_desc, [row_q + second, column_q], q_ready.index(0), q1_s
             )
             n += 1
+            row_kc = (i_hq * keys + stored_at(table, left, level, 1)) * 64
             for j in range(0, 64 << level, BN):
                 stage = tile % STAGES
                 mbarrier.wait(x_empty.index(stage), ((tile // STAGES) & 1) ^ 1)
-                mbarrier.expect(
-                    x_ready.index(stage), k_desc.block_type.nbytes + v_desc.block_type.nbytes
-                )
+                mbarrier.expect(x_ready.index(stage), nbytes)
+                if GATE:
+                    tma.async_copy_global_to_shared(
+                        kc_desc, [row_kc + j], x_ready.index(stage), kc_s.index(stage)
+                    )
                 tma.async_copy_global_to_shared(
                     k_desc, [row_k + j, column_k], x_ready.index(stage), k_s.index(stage)
                 )
@@ -99,8 +104,8 @@ def _fetch_keys(
 
 @gluon.jit
 def _queries_of(
-    q_s, do_s, d_s, k_s, v_s, p_s, do_ready, q_ready, q_empty, p_ready, p_empty, x_ready, x_empty,
-    dqh_desc, ql_ptr, kc_ptr, range_ptr, lse_ptr, delta_ptr, dqt_ptr, rows_ptr,
+    q_s, do_s, d_s, k_s, v_s, p_s, kc_s, do_ready, q_ready, q_empty, p_ready, p_empty, x_ready,
+    x_empty, dqh_desc, ql_ptr, range_ptr, lse_ptr, delta_ptr, dqt_ptr, rows_ptr,
     i_block, i, size, table, i_hq, count, queries, keys, levels,
     DP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, TRANSPORT: gl.constexpr,
     GATE: gl.constexpr, SECOND: gl.constexpr,
@@ -113,7 +118,7 @@ def _queries_of(
     there = gl.where(i + SECOND < size, 1, 0)
     mine = SECOND * there
     o = gl.arange(0, 64, rows)
-    o_n = gl.arange(0, BN, gl.SliceLayout(0, scores))
+    columns: gl.constexpr = gl.SliceLayout(0, scores)
     row = (i_hq.to(gl.int64) * count + i_block + mine) * 64
     lse = gl.load(lse_ptr + row + o)
     delta = gl.load(delta_ptr + row + o)
@@ -131,7 +136,7 @@ def _queries_of(
     for down in range(0, levels - first_level):
         level = levels - 1 - down
         unit = i >> level
-        meets, left = left_of(i, level, size)
+        meets, _ = left_of(i, level, size)
         if meets:
             at_q = i_hq * queries + stored_at(table, i + mine, level, 0)
             if TRANSPORT and unit > 1:  # q' = q P_leftᵀ went on to a higher level
@@ -146,19 +151,13 @@ def _queries_of(
                 mbarrier.arrive(p_empty.index(0), count=1)
                 moves += 1
             b_l = lse
-            p_kc = kc_ptr
             if GATE:
                 b_l = gl.load(ql_ptr + at_q.to(gl.int64) * 64 + o)
-                at_k = i_hq.to(gl.int64) * keys + stored_at(table, left, level, 1)
-                p_kc = kc_ptr + at_k * 64
             if SECOND == 0 and not TRANSPORT:  # the first block's queries meet none of its own
                 b_l = gl.where(level > 0, b_l, float("inf"))
             mbarrier.wait(q_ready.index(0), n & 1)
-            for j in range(0, 64 << level, BN):
+            for _ in range(0, 64 << level, BN):
                 stage = tile % STAGES
-                kc = scale  # unused without gates
-                if GATE:
-                    kc = gl.load(p_kc + j + o_n)
                 mbarrier.wait(x_ready.index(stage), (tile // STAGES) & 1)
                 s = warpgroup_mma(
                     q_s, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
@@ -166,6 +165,7 @@ def _queries_of(
                 d = warpgroup_mma(
                     do_s, v_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
                 )
+                kc = kc_s.index(stage).load(columns) if GATE else scale
                 s = warpgroup_mma_wait(1, deps=(s,))
                 if GATE:
                     p = gl.exp2(s * scale + kc[None, :] - b_l[:, None])
@@ -193,7 +193,7 @@ def _queries_of(
 
 @gluon.jit(do_not_specialize=COUNTS)
 def queries_bwd_hopper_kernel(
-    q_desc, k_desc, v_desc, do_desc, p_desc, dqh_desc, ql_ptr, kc_ptr, range_ptr, lse_ptr,
+    q_desc, k_desc, v_desc, do_desc, p_desc, dqh_desc, ql_ptr, kc_desc, range_ptr, lse_ptr,
     delta_ptr, dqt_ptr, rows_ptr, pairs_ptr, blocks_ptr, sequences_ptr,
     pairs, count, queries, keys, nodes, levels,
     G: gl.constexpr, DP: gl.constexpr, DVP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
@@ -215,6 +215,7 @@ def queries_bwd_hopper_kernel(
     k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BN, DP], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, BN, DVP], v_desc.layout)
     p_s = gl.allocate_shared_memory(p_desc.dtype, [DP, DP], p_desc.layout)
+    kc_s = gl.allocate_shared_memory(kc_desc.dtype, [STAGES, BN], kc_desc.layout)
     do_ready = barriers(1, 1)
     q_ready = barriers(1, 1)
     q_empty = barriers(1, 2)
@@ -224,18 +225,18 @@ def queries_bwd_hopper_kernel(
     x_empty = barriers(STAGES, 2)
     fence_async_shared()
     gl.warp_specialize([
-        (_queries_of, (q0_s, do0_s, d0_s, k_s, v_s, p_s, do_ready, q_ready, q_empty, p_ready,
-                       p_empty, x_ready, x_empty, dqh_desc, ql_ptr, kc_ptr, range_ptr, lse_ptr,
+        (_queries_of, (q0_s, do0_s, d0_s, k_s, v_s, p_s, kc_s, do_ready, q_ready, q_empty, p_ready,
+                       p_empty, x_ready, x_empty, dqh_desc, ql_ptr, range_ptr, lse_ptr,
                        delta_ptr, dqt_ptr, rows_ptr, i_block, i, size, table, i_hq, count, queries,
                        keys, levels, DP, BN, STAGES, TRANSPORT, GATE, 0)),
-        (_queries_of, (q1_s, do1_s, d1_s, k_s, v_s, p_s, do_ready, q_ready, q_empty, p_ready,
-                       p_empty, x_ready, x_empty, dqh_desc, ql_ptr, kc_ptr, range_ptr, lse_ptr,
+        (_queries_of, (q1_s, do1_s, d1_s, k_s, v_s, p_s, kc_s, do_ready, q_ready, q_empty, p_ready,
+                       p_empty, x_ready, x_empty, dqh_desc, ql_ptr, range_ptr, lse_ptr,
                        delta_ptr, dqt_ptr, rows_ptr, i_block, i, size, table, i_hq, count, queries,
                        keys, levels, DP, BN, STAGES, TRANSPORT, GATE, 1)),
-        (_fetch_keys, (q_desc, k_desc, v_desc, do_desc, p_desc, q0_s, q1_s, do0_s, do1_s, k_s, v_s,
-                       p_s, do_ready, q_ready, q_empty, p_ready, p_empty, x_ready, x_empty, token,
-                       i, size, table, i_hq, queries, keys, nodes, levels,
-                       G, DP, DVP, BN, STAGES, TRANSPORT)),
+        (_fetch_keys, (q_desc, k_desc, v_desc, do_desc, p_desc, kc_desc, q0_s, q1_s, do0_s, do1_s,
+                       k_s, v_s, p_s, kc_s, do_ready, q_ready, q_empty, p_ready, p_empty, x_ready,
+                       x_empty, token, i, size, table, i_hq, queries, keys, nodes, levels,
+                       G, DP, DVP, BN, STAGES, TRANSPORT, GATE)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip
 
 

@@ -51,12 +51,13 @@ def barriers(N: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def _fetch(
-    q_desc, k_desc, v_desc, q0_s, q1_s, k_s, v_s, q_ready, q_empty, k_ready, k_empty, v_ready,
-    v_empty, token, i, size, table, i_hq, queries, keys, levels,
+    q_desc, k_desc, v_desc, kc_desc, q0_s, q1_s, k_s, v_s, kc_s, q_ready, q_empty, k_ready, k_empty,
+    v_ready, v_empty, token, i, size, table, i_hq, queries, keys, levels,
     G: gl.constexpr, DP: gl.constexpr, DVP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    TRANSPORT: gl.constexpr,
+    TRANSPORT: gl.constexpr, GATE: gl.constexpr,
 ):  # fmt: skip
     """Queries of both blocks at each level, keys and values of its left unit, tile by tile."""
+    kc_bytes: gl.constexpr = kc_desc.block_type.nbytes if GATE else 0
     i_h = i_hq // G
     second = gl.where(i + 1 < size, 1, 0)
     tile = 0
@@ -85,11 +86,16 @@ def _fetch(
             tma.async_copy_global_to_shared(
                 q_desc, [row_q + second * 64, column_q], q_ready.index(slot), q1_s.index(slot)
             )
+            row_kc = (i_hq * keys + stored_at(table, left, level, 1)) * 64
             for j in range(0, 64 << level, BN):
                 stage = tile % STAGES
                 empty = ((tile // STAGES) & 1) ^ 1
                 mbarrier.wait(k_empty.index(stage), empty)
-                mbarrier.expect(k_ready.index(stage), k_desc.block_type.nbytes)
+                mbarrier.expect(k_ready.index(stage), k_desc.block_type.nbytes + kc_bytes)
+                if GATE:
+                    tma.async_copy_global_to_shared(
+                        kc_desc, [row_kc + j], k_ready.index(stage), kc_s.index(stage)
+                    )
                 tma.async_copy_global_to_shared(
                     k_desc, [row_k + j, column_k], k_ready.index(stage), k_s.index(stage)
                 )
@@ -122,7 +128,7 @@ def _shares(s, kc, scale, m, l, GATE: gl.constexpr, FROZEN: gl.constexpr):
 
 @gluon.jit
 def _level(
-    q_s, k_s, v_s, k_ready, k_empty, v_ready, v_empty, turns, p_kc, scale, tiles, tile, m, l, acc,
+    q_s, k_s, v_s, kc_s, k_ready, k_empty, v_ready, v_empty, turns, scale, tiles, tile, m, l, acc,
     DVP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GATE: gl.constexpr,
     SECOND: gl.constexpr, FROZEN: gl.constexpr,
 ):  # fmt: skip
@@ -131,13 +137,14 @@ def _level(
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DVP, 16])
     shares: gl.constexpr = gl.DotOperandLayout(0, output, 2)
     output_rows: gl.constexpr = gl.SliceLayout(1, output)
+    columns: gl.constexpr = gl.SliceLayout(0, scores)
     zero = gl.zeros([64, BN], gl.float32, scores)
     stage = tile % STAGES
-    kc = gl.load(p_kc) if GATE else scale
     mbarrier.wait(k_ready.index(stage), (tile // STAGES) & 1)
     mbarrier.wait(turns.index(SECOND), (tile & 1) ^ (1 - SECOND))
     s = warpgroup_mma(q_s, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.arrive(turns.index(1 - SECOND), count=1)
+    kc = kc_s.index(stage).load(columns) if GATE else scale
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(k_empty.index(stage), count=1)
     p, m, l, alpha = _shares(s, kc, scale, m, l, GATE, FROZEN)
@@ -145,16 +152,16 @@ def _level(
     if not FROZEN:
         acc = acc * gl.convert_layout(alpha, output_rows)[:, None]
     p = gl.convert_layout(p.to(v_s.dtype), shares)
-    for n in range(1, tiles):
+    for _ in range(1, tiles):
         before = tile % STAGES
         tile += 1
         stage = tile % STAGES
-        kc = gl.load(p_kc + n * BN) if GATE else scale
         mbarrier.wait(k_ready.index(stage), (tile // STAGES) & 1)
         mbarrier.wait(turns.index(SECOND), (tile & 1) ^ (1 - SECOND))
         s = warpgroup_mma(q_s, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
         acc = warpgroup_mma(p, v_s.index(before), acc, is_async=True)
         mbarrier.arrive(turns.index(1 - SECOND), count=1)
+        kc = kc_s.index(stage).load(columns) if GATE else scale
         s = warpgroup_mma_wait(1, deps=(s,))
         mbarrier.arrive(k_empty.index(stage), count=1)
         p_next, m, l, alpha = _shares(s, kc, scale, m, l, GATE, FROZEN)
@@ -174,8 +181,8 @@ def _level(
 
 @gluon.jit
 def _attend(
-    q_s, k_s, v_s, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, turns,
-    qc_ptr, kc_ptr, range_ptr, acc_ptr, m_ptr, l_ptr, out_ptr, low_ptr, lse_ptr, blocks_ptr,
+    q_s, k_s, v_s, kc_s, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, turns,
+    qc_ptr, range_ptr, acc_ptr, m_ptr, l_ptr, out_ptr, low_ptr, lse_ptr, blocks_ptr,
     i_block, token, i, size, table, i_hq, count, queries, keys, levels,
     stride_ot, stride_oh, stride_lt,
     DV: gl.constexpr, DVP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
@@ -195,7 +202,6 @@ def _attend(
     valid = gl.load(blocks_ptr + (i_block + mine) * 4 + 1)
     valid = gl.where(there == 1, valid, 0)
     o = gl.arange(0, 64, rows)
-    o_n = gl.arange(0, BN, gl.SliceLayout(0, scores))
     o_r = gl.arange(0, 64, output_rows)
     o_v = gl.arange(0, DVP, gl.SliceLayout(0, output))
     row = (i_hq.to(gl.int64) * count + i_block + mine) * 64
@@ -210,12 +216,9 @@ def _attend(
         unit = i >> level
         if (unit & 1) == 1:
             slot = n & 1
-            p_kc = kc_ptr + o_n  # unused without gates
             m_level = m
             if GATE:
                 at_q = i_hq.to(gl.int64) * queries + stored_at(table, i + mine, level, 0)
-                at_k = i_hq.to(gl.int64) * keys + stored_at(table, (unit - 1) << level, level, 1)
-                p_kc = kc_ptr + at_k * 64 + o_n
                 qc = gl.load(qc_ptr + at_q * 64 + o)
                 m_level = m - qc
             m_start = m_level
@@ -224,12 +227,12 @@ def _attend(
             # (P in float16 holds no such factors.)
             if frozen and v_s.dtype == gl.bfloat16:
                 tile, m_level, l, acc = _level(
-                    q_s.index(slot), k_s, v_s, k_ready, k_empty, v_ready, v_empty, turns, p_kc,
+                    q_s.index(slot), k_s, v_s, kc_s, k_ready, k_empty, v_ready, v_empty, turns,
                     scale, tiles, tile, m_level, l, acc, DVP, BN, STAGES, GATE, SECOND, True,
                 )  # fmt: skip
             else:
                 tile, m_level, l, acc = _level(
-                    q_s.index(slot), k_s, v_s, k_ready, k_empty, v_ready, v_empty, turns, p_kc,
+                    q_s.index(slot), k_s, v_s, kc_s, k_ready, k_empty, v_ready, v_empty, turns,
                     scale, tiles, tile, m_level, l, acc, DVP, BN, STAGES, GATE, SECOND, False,
                 )  # fmt: skip
             mbarrier.arrive(q_empty.index(slot), count=1)
@@ -251,7 +254,7 @@ def _attend(
 
 @gluon.jit(do_not_specialize=COUNTS)
 def meet_fwd_hopper_kernel(
-    q_desc, k_desc, v_desc, qc_ptr, kc_ptr, range_ptr, acc_ptr, m_ptr, l_ptr, out_ptr, low_ptr,
+    q_desc, k_desc, v_desc, qc_ptr, kc_desc, range_ptr, acc_ptr, m_ptr, l_ptr, out_ptr, low_ptr,
     lse_ptr, pairs_ptr, blocks_ptr, sequences_ptr, pairs, count, queries, keys, levels,
     stride_ot, stride_oh, stride_lt,
     G: gl.constexpr, DP: gl.constexpr, DV: gl.constexpr, DVP: gl.constexpr, BN: gl.constexpr,
@@ -268,6 +271,7 @@ def meet_fwd_hopper_kernel(
     q1_s = gl.allocate_shared_memory(q_desc.dtype, [2, 64, DP], q_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BN, DP], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, BN, DVP], v_desc.layout)
+    kc_s = gl.allocate_shared_memory(kc_desc.dtype, [STAGES, BN], kc_desc.layout)
     q_ready = barriers(2, 1)
     q_empty = barriers(2, 2)
     k_ready = barriers(STAGES, 1)
@@ -277,15 +281,15 @@ def meet_fwd_hopper_kernel(
     turns = barriers(2, 1)
     fence_async_shared()
     gl.warp_specialize([
-        (_attend, (q0_s, k_s, v_s, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, turns,
-                   qc_ptr, kc_ptr, range_ptr, acc_ptr, m_ptr, l_ptr, out_ptr, low_ptr, lse_ptr,
+        (_attend, (q0_s, k_s, v_s, kc_s, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
+                   turns, qc_ptr, range_ptr, acc_ptr, m_ptr, l_ptr, out_ptr, low_ptr, lse_ptr,
                    blocks_ptr, i_block, token, i, size, table, i_hq, count, queries, keys, levels,
                    stride_ot, stride_oh, stride_lt, DV, DVP, BN, STAGES, GATE, LOW, 0)),
-        (_attend, (q1_s, k_s, v_s, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, turns,
-                   qc_ptr, kc_ptr, range_ptr, acc_ptr, m_ptr, l_ptr, out_ptr, low_ptr, lse_ptr,
+        (_attend, (q1_s, k_s, v_s, kc_s, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
+                   turns, qc_ptr, range_ptr, acc_ptr, m_ptr, l_ptr, out_ptr, low_ptr, lse_ptr,
                    blocks_ptr, i_block, token, i, size, table, i_hq, count, queries, keys, levels,
                    stride_ot, stride_oh, stride_lt, DV, DVP, BN, STAGES, GATE, LOW, 1)),
-        (_fetch, (q_desc, k_desc, v_desc, q0_s, q1_s, k_s, v_s, q_ready, q_empty, k_ready, k_empty,
-                  v_ready, v_empty, token, i, size, table, i_hq, queries, keys, levels,
-                  G, DP, DVP, BN, STAGES, TRANSPORT)),
+        (_fetch, (q_desc, k_desc, v_desc, kc_desc, q0_s, q1_s, k_s, v_s, kc_s, q_ready, q_empty,
+                  k_ready, k_empty, v_ready, v_empty, token, i, size, table, i_hq, queries, keys,
+                  levels, G, DP, DVP, BN, STAGES, TRANSPORT, GATE)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip
