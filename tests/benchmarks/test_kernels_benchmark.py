@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
-SMALL = ["--sizes", "64", "--encodings", "nope", "--loops", "portable,hopper"]
+SMALL = ["--sizes", "128", "--encodings", "nope", "--loops", "portable,hopper"]
 
 
 def command(*words: str, **environment: str) -> subprocess.CompletedProcess:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _REGISTERS = 240  # of a thread of the two warpgroups: 512 more than a multiprocessor has are left
 _ROWS = 64
-_KEYS = 128  # a step of the forward loop
+_KEYS = 128
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 
@@ -51,11 +51,11 @@ def meet(
     meet_fwd_hopper_kernel[(pairs, c.H * c.G)](
         _tiled(stored(moved.queries, c.q, t.DP, _ROWS)),
         _tiled(stored(moved.keys, c.k, t.DP, _KEYS)), _tiled(public(c.v, t.DVP, _KEYS)),
-        either(moved.query_gates, ranges), _tiled(vector(either(moved.key_gates, softmax.m), _KEYS)),
-        ranges, *softmax, out, either(low, out), lse, *_tables(c), pairs,
-        grid.count, grid.queries, grid.keys, grid.levels, *strides(out), lse.stride(0),
-        DP=t.DP, DV=t.DV, DVP=t.DVP, BN=_KEYS, STAGES=2, LOW=low is not None,
-        REGISTERS=_REGISTERS, num_warps=4, **c.kinds,
+        either(moved.query_gates, ranges),
+        _tiled(vector(either(moved.key_gates, softmax.m), _KEYS)), ranges, *softmax, out,
+        either(low, out), lse, *_tables(c), pairs, grid.count, grid.queries, grid.keys,
+        grid.levels, *strides(out), lse.stride(0), DP=t.DP, DV=t.DV, DVP=t.DVP, BN=_KEYS,
+        STAGES=2, LOW=low is not None, REGISTERS=_REGISTERS, num_warps=4, **c.kinds,
     )  # fmt: skip
 
 
@@ -71,17 +71,23 @@ def _counts(c: Call) -> tuple[int, ...]:
     return len(grid.pairs), grid.count, grid.queries, grid.keys, grid.nodes, grid.levels
 
 
+def _held(c: Call) -> bool:
+    """Whether a program's own rows stay in registers."""
+    return c.tiles.DP == c.tiles.DVP == 64
+
+
 def queries_backward(c: Call, moved, ranges, top: Top, partial: Partial, arriving: Tensor) -> None:
     """As `meet.queries_backward`."""
-    t = c.tiles
-    queries = _tiled(stored(moved.queries, c.q, t.DP, _ROWS))
+    t, held = c.tiles, _held(c)
+    keys = _KEYS if held and t.transport else _ROWS  # without, the first level has 64 keys
     queries_bwd_hopper_kernel[(len(c.grid.pairs), c.H * c.G)](
-        queries, _tiled(stored(moved.keys, c.k, t.DP, _ROWS)), _tiled(public(c.v, t.DVP, _ROWS)),
+        _tiled(stored(moved.queries, c.q, t.DP, _ROWS)),
+        _tiled(stored(moved.keys, c.k, t.DP, keys)), _tiled(public(c.v, t.DVP, keys)),
         _tiled(public(top.grad_out, t.DVP, _ROWS)), _tiled(transition_tiles(c, moved.blocks)),
         _tiled(_kept(c, arriving)), either(moved.query_gates, ranges),
-        _tiled(vector(either(moved.key_gates, top.lse), _ROWS)), ranges, top.lse, top.delta,
-        partial.q, partial.rows, *_tables(c), *_counts(c), DP=t.DP, DVP=t.DVP, BN=_ROWS, STAGES=2, REGISTERS=_REGISTERS,
-        num_warps=4, **c.kinds,
+        _tiled(vector(either(moved.key_gates, top.lse), keys)), ranges, top.lse, top.delta,
+        partial.q, partial.rows, *_tables(c), *_counts(c), DP=t.DP, DVP=t.DVP, BN=keys,
+        STAGES=3 if held else 2, HELD=held, REGISTERS=_REGISTERS, num_warps=4, **c.kinds,
     )  # fmt: skip
 
 
@@ -89,8 +95,7 @@ def keys_backward(
     c: Call, moved, ranges, top: Top, partial: Partial, arriving: Tensor, undo: Tensor
 ) -> None:
     """As `meet.keys_backward`."""
-    t = c.tiles
-    held = t.DP == t.DVP == 64
+    t, held = c.tiles, _held(c)
     keys_bwd_hopper_kernel[(len(c.grid.pairs), c.H)](
         _tiled(stored(moved.queries, c.q, t.DP, _ROWS)),
         _tiled(stored(moved.keys, c.k, t.DP, _ROWS)), _tiled(public(c.v, t.DVP, _ROWS)),
