@@ -6,6 +6,7 @@ a pair of neighbouring blocks, which from the second level on meet the same unit
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,15 +28,19 @@ if TYPE_CHECKING:
 
 _REGISTERS = 240  # of a thread of the two warpgroups: 512 more than a multiprocessor has are left
 _ROWS = 64
-_KEYS = 128
+_KEYS = 128  # a step of the forward loop
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 
 def _tiled(x: TensorDescriptor) -> Tiled:
     """A descriptor whose tiles lie in shared memory as matrix units read them."""
-    shape = list(x.block_shape)
-    layout = gl.NVMMASharedLayout.get_default_for(shape, _DTYPES[x.base.dtype])
-    return Tiled(x.base, x.shape, x.strides, shape, layout)
+    layout = _layout(tuple(x.block_shape), x.base.dtype)
+    return Tiled(x.base, x.shape, x.strides, x.block_shape, layout)
+
+
+@functools.cache
+def _layout(shape: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(shape), _DTYPES[dtype])
 
 
 def _tables(c: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,23 +76,17 @@ def _counts(c: Call) -> tuple[int, ...]:
     return len(grid.pairs), grid.count, grid.queries, grid.keys, grid.nodes, grid.levels
 
 
-def _held(c: Call) -> bool:
-    """Whether a program's own rows stay in registers."""
-    return c.tiles.DP == c.tiles.DVP == 64
-
-
 def queries_backward(c: Call, moved, ranges, top: Top, partial: Partial, arriving: Tensor) -> None:
     """As `meet.queries_backward`."""
-    t, held = c.tiles, _held(c)
-    keys = _KEYS if held and t.transport else _ROWS  # without, the first level has 64 keys
+    t = c.tiles
     queries_bwd_hopper_kernel[(len(c.grid.pairs), c.H * c.G)](
         _tiled(stored(moved.queries, c.q, t.DP, _ROWS)),
-        _tiled(stored(moved.keys, c.k, t.DP, keys)), _tiled(public(c.v, t.DVP, keys)),
+        _tiled(stored(moved.keys, c.k, t.DP, _ROWS)), _tiled(public(c.v, t.DVP, _ROWS)),
         _tiled(public(top.grad_out, t.DVP, _ROWS)), _tiled(transition_tiles(c, moved.blocks)),
         _tiled(_kept(c, arriving)), either(moved.query_gates, ranges),
-        _tiled(vector(either(moved.key_gates, top.lse), keys)), ranges, top.lse, top.delta,
-        partial.q, partial.rows, *_tables(c), *_counts(c), DP=t.DP, DVP=t.DVP, BN=keys,
-        STAGES=3 if held else 2, HELD=held, REGISTERS=_REGISTERS, num_warps=4, **c.kinds,
+        _tiled(vector(either(moved.key_gates, top.lse), _ROWS)), ranges, top.lse, top.delta,
+        partial.q, partial.rows, *_tables(c), *_counts(c), DP=t.DP, DVP=t.DVP, BN=_ROWS, STAGES=2,
+        REGISTERS=_REGISTERS, num_warps=4, **c.kinds,
     )  # fmt: skip
 
 
@@ -95,7 +94,8 @@ def keys_backward(
     c: Call, moved, ranges, top: Top, partial: Partial, arriving: Tensor, undo: Tensor
 ) -> None:
     """As `meet.keys_backward`."""
-    t, held = c.tiles, _held(c)
+    t = c.tiles
+    held = t.DP == t.DVP == 64
     keys_bwd_hopper_kernel[(len(c.grid.pairs), c.H)](
         _tiled(stored(moved.queries, c.q, t.DP, _ROWS)),
         _tiled(stored(moved.keys, c.k, t.DP, _ROWS)), _tiled(public(c.v, t.DVP, _ROWS)),

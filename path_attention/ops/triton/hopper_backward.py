@@ -107,14 +107,10 @@ def _queries_of(
     q_s, do_s, d_s, k_s, v_s, p_s, kc_s, do_ready, q_ready, q_empty, p_ready, p_empty, x_ready,
     x_empty, dqh_desc, ql_ptr, range_ptr, lse_ptr, delta_ptr, dqt_ptr, rows_ptr,
     i_block, i, size, table, i_hq, count, queries, keys, levels,
-    DP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
-    TRANSPORT: gl.constexpr, GATE: gl.constexpr, SECOND: gl.constexpr,
+    DP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, TRANSPORT: gl.constexpr,
+    GATE: gl.constexpr, SECOND: gl.constexpr,
 ):  # fmt: skip
-    """Gradient of one block's queries. A second block that is not there repeats the first.
-
-    HELD: queries and their output's gradient stay in registers, which leaves shared memory to keys
-    and values. (At size 128 there is no room.)
-    """
+    """Gradient of one block's queries. A second block that is not there repeats the first."""
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DP, 16])
     shares: gl.constexpr = gl.DotOperandLayout(0, output, 2)
@@ -136,8 +132,6 @@ def _queries_of(
     n = 0
     moves = 0
     mbarrier.wait(do_ready.index(0), 0)
-    left: gl.constexpr = gl.DotOperandLayout(0, scores, 2)
-    do_a = do_s.load(left) if HELD else do_s
     first_level: gl.constexpr = 1 if TRANSPORT else 0
     for down in range(0, levels - first_level):
         level = levels - 1 - down
@@ -162,15 +156,14 @@ def _queries_of(
             if SECOND == 0 and not TRANSPORT:  # the first block's queries meet none of its own
                 b_l = gl.where(level > 0, b_l, float("inf"))
             mbarrier.wait(q_ready.index(0), n & 1)
-            q_a = q_s.load(left) if HELD else q_s
             for _ in range(0, 64 << level, BN):
                 stage = tile % STAGES
                 mbarrier.wait(x_ready.index(stage), (tile // STAGES) & 1)
                 s = warpgroup_mma(
-                    q_a, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
+                    q_s, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
                 )
                 d = warpgroup_mma(
-                    do_a, v_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
+                    do_s, v_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
                 )
                 kc = kc_s.index(stage).load(columns) if GATE else scale
                 s = warpgroup_mma_wait(1, deps=(s,))
@@ -204,7 +197,7 @@ def queries_bwd_hopper_kernel(
     delta_ptr, dqt_ptr, rows_ptr, pairs_ptr, blocks_ptr, sequences_ptr,
     pairs, count, queries, keys, nodes, levels,
     G: gl.constexpr, DP: gl.constexpr, DVP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    HELD: gl.constexpr, TRANSPORT: gl.constexpr, GATE: gl.constexpr, REGISTERS: gl.constexpr,
+    TRANSPORT: gl.constexpr, GATE: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Gradients of two blocks' queries at the start of their pair: as `queries_bwd_kernel`, but
     without transport, too, from the second level on."""
@@ -235,11 +228,11 @@ def queries_bwd_hopper_kernel(
         (_queries_of, (q0_s, do0_s, d0_s, k_s, v_s, p_s, kc_s, do_ready, q_ready, q_empty, p_ready,
                        p_empty, x_ready, x_empty, dqh_desc, ql_ptr, range_ptr, lse_ptr,
                        delta_ptr, dqt_ptr, rows_ptr, i_block, i, size, table, i_hq, count, queries,
-                       keys, levels, DP, BN, STAGES, HELD, TRANSPORT, GATE, 0)),
+                       keys, levels, DP, BN, STAGES, TRANSPORT, GATE, 0)),
         (_queries_of, (q1_s, do1_s, d1_s, k_s, v_s, p_s, kc_s, do_ready, q_ready, q_empty, p_ready,
                        p_empty, x_ready, x_empty, dqh_desc, ql_ptr, range_ptr, lse_ptr,
                        delta_ptr, dqt_ptr, rows_ptr, i_block, i, size, table, i_hq, count, queries,
-                       keys, levels, DP, BN, STAGES, HELD, TRANSPORT, GATE, 1)),
+                       keys, levels, DP, BN, STAGES, TRANSPORT, GATE, 1)),
         (_fetch_keys, (q_desc, k_desc, v_desc, do_desc, p_desc, kc_desc, q0_s, q1_s, do0_s, do1_s,
                        k_s, v_s, p_s, kc_s, do_ready, q_ready, q_empty, p_ready, p_empty, x_ready,
                        x_empty, token, i, size, table, i_hq, queries, keys, nodes, levels,
@@ -333,7 +326,8 @@ def _keys_of(
 ):  # fmt: skip
     """Gradients of one block's keys and values. A second block that is not there has none.
 
-    HELD: keys and values stay in registers, as `_queries_of`'s do.
+    HELD: keys and values stay in registers, which leaves shared memory to the queries. (At size 128
+    there is no room.)
     """
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DP, 16])
@@ -363,9 +357,7 @@ def _keys_of(
         right = (unit + 1) << level
         if ((unit & 1) == 0) & (right < size):  # then the second block is there
             at_k = i_h * keys + stored_at(table, i + SECOND, level, 1)
-            if (
-                TRANSPORT and ((unit + 2) << level) < size
-            ):  # k' = k P_right went on
+            if TRANSPORT and ((unit + 2) << level) < size:  # k' = k P_right went on
                 largest = gl.max(gl.max(gl.abs(dk), 1), 0)
                 exponent = gl.minimum(gl.maximum(-gl.ceil(gl.log2(largest)), -100.0), 100.0)
                 undo = gl.exp2(-exponent)

@@ -111,6 +111,6 @@ def choose_tiles(
         block_bwd_warps=8 if wide > 64 else warps,
         block_at_once=hopper and wide <= 128 and not single,
         hopper_forward=warpgroups and wide == 128,
-        hopper_queries=warpgroups and (wide == 128 or (wide == 64 and transport and gate)),
+        hopper_queries=warpgroups and wide == 128,
         hopper_keys=warpgroups and wide <= 128,
     )

@@ -73,6 +73,39 @@ def products_in_flight(sass: str) -> tuple[int, int, list[str]]:
     return committed, exponentials, wrong
 
 
+def carried_operands(sass: str) -> list[str]:
+    """Products in a loop whose left operand's registers the round before has written.
+
+    The forward loop's shares are meant to be. An operand that stays (queries, keys) is not: the
+    compiler has given its registers to another one (seen with ptxas 12.8 where products were in
+    flight from one round to the next).
+    """
+    code = INSTRUCTION.findall(sass)
+    places = {int(address, 16): n for n, (address, *_) in enumerate(code)}
+    found = []
+    for n, (_, name, rest) in enumerate(code):
+        target = re.search(r"0x([0-9a-f]+)", rest)
+        if not name.startswith("BRA") or target is None:
+            continue
+        loop = code[places.get(int(target[1], 16), n) : n]
+        if any(x[1].startswith("BRA") and int(x[0], 16) > 0 and _back(x) for x in loop):
+            continue  # an outer one
+        fresh: set[int] = set()
+        late = set().union(*(_registers(*x[1:])[0] for x in loop if not x[1].startswith("HGMMA")))
+        for address, name, rest in loop:
+            left = re.match(r"R\d+, R(\d+), ", rest) if name.startswith("HGMMA") else None
+            if left is None:
+                fresh |= _registers(name, rest)[0]
+            elif (read := set(range(int(left[1]), int(left[1]) + 4)) - fresh) & late:
+                found.append(f"{address} {name} {rest}: R{min(read)}")
+    return found
+
+
+def _back(instruction: tuple[str, str, str]) -> bool:
+    target = re.search(r"0x([0-9a-f]+)", instruction[2])
+    return target is not None and int(target[1], 16) < int(instruction[0], 16)
+
+
 def _instructions(sass: str) -> Iterator[tuple[str, str, str, bool]]:
     """Address, name, operands; a loop's once more after it (True), as what it starts may still be
     in flight in its next round."""
@@ -114,10 +147,11 @@ def main() -> None:
                 continue
             source, target = compiled._source(launch), GPUTarget("cuda", 90, 32)
             made = triton.compile(source, target=target, options={"num_warps": 4})
-            groups, exponentials, wrong = products_in_flight(machine_code(made.asm["cubin"]))
+            sass = machine_code(made.asm["cubin"])
+            groups, exponentials, wrong = products_in_flight(sass)
             asked = made.asm["ptx"].count("wgmma.commit_group")
             row = {"kernel": name, "asked": asked, "groups": groups, "exponentials": exponentials}
-            print(json.dumps({**row, "wrong": wrong}))
+            print(json.dumps({**row, "wrong": wrong, "carried": carried_operands(sass)}))
 
 
 if __name__ == "__main__":
