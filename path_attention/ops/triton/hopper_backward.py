@@ -17,7 +17,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from path_attention.ops.triton.hopper_forward import COUNTS, barriers, pair_row, stored_at
+from path_attention.ops.triton.hopper_forward import (
+    COUNTS,
+    barriers,
+    pair_row,
+    stored_at,
+    tiles_of,
+)
 
 
 @gluon.jit
@@ -61,16 +67,9 @@ def _fetch_keys(
         meets, left = left_of(i, level, size)
         if meets:
             row_v = token - (i - left) * 64
-            if TRANSPORT:
-                row_q = (i_hq * queries + stored_at(table, i, level, 0)) * 64
-                column_q = 0
-                row_k = (i_h * keys + stored_at(table, left, level, 1)) * 64
-                column_k = 0
-            else:
-                row_q = token
-                column_q = i_hq * DP
-                row_k = row_v
-                column_k = i_h * DP
+            row_q, column_q, row_k, column_k = tiles_of(
+                table, i, left, level, token, i_hq, i_h, queries, keys, DP, TRANSPORT
+            )
             if TRANSPORT and unit > 1:
                 row_p = (i_h * nodes + node_at(table, unit - 1, level)) * DP
                 mbarrier.wait(p_empty.index(0), (moves & 1) ^ 1)

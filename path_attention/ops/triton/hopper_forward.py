@@ -42,6 +42,25 @@ def stored_at(table, i, level, KIND: gl.constexpr):
 
 
 @gluon.jit
+def tiles_of(
+    table, i, left, level, token, i_hq, i_h, queries, keys,
+    DP: gl.constexpr, TRANSPORT: gl.constexpr,
+):  # fmt: skip
+    """Row and column of a block's queries at a level, and of a left unit's first keys."""
+    if TRANSPORT:
+        row_q = (i_hq * queries + stored_at(table, i, level, 0)) * 64
+        column_q = 0
+        row_k = (i_h * keys + stored_at(table, left, level, 1)) * 64
+        column_k = 0
+    else:
+        row_q = token
+        column_q = i_hq * DP
+        row_k = token - (i - left) * 64
+        column_k = i_h * DP
+    return row_q, column_q, row_k, column_k
+
+
+@gluon.jit
 def barriers(N: gl.constexpr, COUNT: gl.constexpr):
     made = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(N):
@@ -70,16 +89,9 @@ def _fetch(
             slot = n & 1
             mbarrier.wait(q_empty.index(slot), ((n >> 1) & 1) ^ 1)
             mbarrier.expect(q_ready.index(slot), 2 * q_desc.block_type.nbytes)
-            if TRANSPORT:
-                row_q = (i_hq * queries + stored_at(table, i, level, 0)) * 64
-                column_q = 0
-                row_k = (i_h * keys + stored_at(table, left, level, 1)) * 64
-                column_k = 0
-            else:
-                row_q = token
-                column_q = i_hq * DP
-                row_k = row_v
-                column_k = i_h * DP
+            row_q, column_q, row_k, column_k = tiles_of(
+                table, i, left, level, token, i_hq, i_h, queries, keys, DP, TRANSPORT
+            )
             tma.async_copy_global_to_shared(
                 q_desc, [row_q, column_q], q_ready.index(slot), q0_s.index(slot)
             )
