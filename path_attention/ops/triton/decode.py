@@ -171,28 +171,34 @@ def _sources(q: Tensor, past: Past, elapsed: Tensor | None) -> Iterator[_Source]
     """The tail, then the groups; one product moves all rows to the ends of as many as have room."""
     groups, (D, T) = past.groups, (q.shape[3], q.shape[1])
     H = (past.tail or groups[0]).keys.shape[2]
-    pad = (0, padded(D) - D)
+    spare = padded(D) - D
     x = by_key_head(q.float(), H)
     late = None if elapsed is None else by_key_head(elapsed[..., None], H)[..., 0]
     if past.tail is not None:
-        yield _Source(past.tail, F.pad(x, pad).contiguous(), _laid_out(late))
+        yield _Source(past.tail, _wide(x, spare), _laid_out(late))
     if past.transition is not None and groups:
         x = x @ past.transition.to(x.dtype).mT
     if past.decay is not None and late is not None:
         late = late + _of_rows(past.decay, H, T)
+    still = _wide(x, spare)
     together = max(1, _MOVED_AT_ONCE // max(1, x.numel()))
     for start in range(0, len(groups), together):
         some = groups[start : start + together]
         ahead = [n for n, g in enumerate(some) if g.after is not None]
-        moved = dict.fromkeys(range(len(some)), x)
+        moved = dict.fromkeys(range(len(some)), still)
         if ahead:
-            after = torch.stack([_known(some[n].after) for n in ahead], 1).to(x.dtype)
-            moved |= zip(ahead, (x[:, None] @ after.mT).unbind(1), strict=True)
+            after = torch.stack([_known(some[n].after) for n in ahead]).to(x.dtype)
+            moved |= zip(ahead, _wide(x @ after.mT, spare), strict=True)
         for n, group in enumerate(some):
             behind = late
             if late is not None and group.after_decay is not None:
                 behind = late + _of_rows(group.after_decay, H, T)
-            yield _Source(group, F.pad(moved[n], pad).contiguous(), _laid_out(behind))
+            yield _Source(group, moved[n], _laid_out(behind))
+
+
+def _wide(x: Tensor, spare: int) -> Tensor:
+    """Rows as kernels read them: in one piece, each with so many zeros behind it."""
+    return F.pad(x, (0, spare)) if spare else x.contiguous()
 
 
 def _known(x: Tensor | None) -> Tensor:
