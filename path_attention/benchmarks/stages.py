@@ -130,21 +130,20 @@ def _draw(result: Mapping[str, Any], path: Path) -> None:
     """Stacked bars: one for each shape, encoding and pass."""
     rows = result["rows"]
     bars = list(dict.fromkeys((r["size"], r["pass"], r["encoding"]) for r in rows))
-    totals: dict[str, float] = {}
+    stages: dict[str, list[float]] = {}
     for r in rows:
-        name = _stage(r["kernel"])
-        totals[name] = totals.get(name, 0.0) + r["ms"]
-    least = _DRAWN * sum(totals.values())
-    drawn = sorted((k for k in totals if totals[k] >= least), key=lambda k: -totals[k])
+        heights = stages.setdefault(_stage(r["kernel"]), [0.0] * len(bars))
+        heights[bars.index((r["size"], r["pass"], r["encoding"]))] += r["ms"]
+    least = _DRAWN * sum(map(sum, stages.values()))
+    small = [stages.pop(name) for name in list(stages) if sum(stages[name]) < least]
+    drawn = sorted(stages.items(), key=lambda item: -sum(item[1]))
+    if small:
+        drawn.append(("others", [sum(each) for each in zip(*small, strict=True)]))
     figure = Figure(figsize=(10, 5), layout="constrained", dpi=150)
     axes = figure.subplots()
     base = [0.0] * len(bars)
     colours = colormaps["tab20"].colors  # pyright: ignore[reportAttributeAccessIssue]
-    for n, kernel in enumerate([*drawn, "others"]):
-        heights = [0.0] * len(bars)
-        for r in rows:
-            if (_stage(r["kernel"]) if _stage(r["kernel"]) in drawn else "others") == kernel:
-                heights[bars.index((r["size"], r["pass"], r["encoding"]))] += r["ms"]
+    for n, (kernel, heights) in enumerate(drawn):
         colour = colours[n % len(colours)]
         axes.bar(range(len(bars)), heights, bottom=base, label=kernel, color=colour)
         base = [b + h for b, h in zip(base, heights, strict=True)]

@@ -23,8 +23,12 @@ class StaticPathCacheLayer(StaticLayerCache, PathAttentionCacheLayer):
 
     def __init__(self, room: int, unit: int | None = None, *, croppable: bool = True) -> None:
         StaticLayerCache.__init__(self, room, unit, croppable=croppable)
-        self.is_croppable = croppable  # as transformers asks before it takes drafts back
         self.device: torch.device | None = None
+
+    @property
+    def is_croppable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """As transformers asks before it takes drafts back."""
+        return self.croppable
 
     def get_max_length(self) -> int:
         """The tokens that there is room for."""

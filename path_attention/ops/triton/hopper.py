@@ -64,13 +64,6 @@ def meet(
     )  # fmt: skip
 
 
-def _kept(c: Call, arriving: Tensor) -> TensorDescriptor:
-    """Where what arrives at a level is kept; without transport nothing is."""
-    if not c.tiles.transport:
-        arriving = c.empty(_ROWS, c.tiles.DP, dtype=c.operand)
-    return stored(arriving, c.q, c.tiles.DP, _ROWS)
-
-
 def _counts(c: Call) -> tuple[int, ...]:
     grid = c.grid
     return len(grid.pairs), grid.count, grid.queries, grid.keys, grid.nodes, grid.levels
@@ -83,7 +76,7 @@ def queries_backward(c: Call, moved, ranges, top: Top, partial: Partial, arrivin
         _tiled(stored(moved.queries, c.q, t.DP, _ROWS)),
         _tiled(stored(moved.keys, c.k, t.DP, _ROWS)), _tiled(public(c.v, t.DVP, _ROWS)),
         _tiled(public(top.grad_out, t.DVP, _ROWS)), _tiled(transition_tiles(c, moved.blocks)),
-        _tiled(_kept(c, arriving)), either(moved.query_gates, ranges),
+        _tiled(stored(arriving, c.q, t.DP, _ROWS)), either(moved.query_gates, ranges),
         _tiled(vector(either(moved.key_gates, top.lse), _ROWS)), ranges, top.lse, top.delta,
         partial.q, partial.rows, *_tables(c), *_counts(c), DP=t.DP, DVP=t.DVP, BN=_ROWS, STAGES=2,
         REGISTERS=_REGISTERS, num_warps=4, **c.kinds,
@@ -101,7 +94,7 @@ def keys_backward(
         _tiled(stored(moved.keys, c.k, t.DP, _ROWS)), _tiled(public(c.v, t.DVP, _ROWS)),
         _tiled(public(top.grad_out, t.DVP, _ROWS)), _tiled(transition_tiles(c, moved.blocks)),
         _tiled(vector(either(moved.query_gates, top.lse), _ROWS)), _tiled(vector(top.delta, _ROWS)),
-        _tiled(_kept(c, arriving)), undo, either(moved.key_gates, ranges), ranges,
+        _tiled(stored(arriving, c.q, t.DP, _ROWS)), undo, either(moved.key_gates, ranges), ranges,
         partial.k, partial.v, partial.columns, *_tables(c), *_counts(c), DP=t.DP, DVP=t.DVP,
         BM=_ROWS, STAGES=3 if held else 2, HELD=held, REGISTERS=_REGISTERS, num_warps=4, **c.kinds,
     )  # fmt: skip

@@ -198,8 +198,7 @@ def queries_bwd_hopper_kernel(
     G: gl.constexpr, DP: gl.constexpr, DVP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     TRANSPORT: gl.constexpr, GATE: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of two blocks' queries at the start of their pair: as `queries_bwd_kernel`, but
-    without transport, too, from the second level on."""
+    """Gradients of two blocks' queries at the start of their pair: as `queries_bwd_kernel`."""
     i_pair = pairs - 1 - gl.program_id(0)
     i_hq = gl.program_id(1)
     i_block, token, i, size, _, table = pair_row(
@@ -435,8 +434,7 @@ def keys_bwd_hopper_kernel(
     G: gl.constexpr, DP: gl.constexpr, DVP: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
     HELD: gl.constexpr, TRANSPORT: gl.constexpr, GATE: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of two blocks' keys at the end of their pair and values: as `keys_bwd_kernel`, but
-    without transport, too, from the second level on."""
+    """Gradients of two blocks' keys at the end of their pair and values: as `keys_bwd_kernel`."""
     i_pair = gl.program_id(0)
     i_h = gl.program_id(1)
     i_block, token, i, size, first, table = pair_row(

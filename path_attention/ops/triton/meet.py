@@ -75,7 +75,7 @@ def meet_backward(c: Call, moved: Moved, ranges: Tensor, top: Top) -> Partial:
     queries_stage = _hopper().queries_backward if t.hopper_queries else queries_backward
     keys_stage = _hopper().keys_backward if t.hopper_keys else keys_backward
     if solved is None or moved.queries is None or moved.keys is None:
-        nothing = c.empty(1)
+        nothing = c.empty(64, DP, dtype=c.operand)  # a tile that no level writes
         queries_stage(c, moved, ranges, top, partial, nothing)
         keys_stage(c, moved, ranges, top, partial, nothing, nothing)
         return partial

@@ -21,6 +21,7 @@ SAFE = """
 /*0060*/ F2FP.BF16.F32.PACK_AB R121, R25, R24 ;
 """
 SHARES_TOO_EARLY = SAFE.replace("FADD R24", "F2FP.BF16.F32.PACK_AB R121")
+SUMS_TOO_EARLY = SAFE.replace("R25, R26", "R25, R90")
 NEXT_ROUND = """
 /*0010*/ FADD R24, R25, R26 ;
 /*0020*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
@@ -28,7 +29,14 @@ NEXT_ROUND = """
 /*0040*/ @P0 BRA 0x10 ;
 /*0050*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
 """
-SUMS_TOO_EARLY = SAFE.replace("R25, R26", "R25, R90")
+STAYS = """
+/*0010*/ LDSM.16.M88.4 R120, [R12] ;
+/*0020*/ HGMMA.64x64x16.F32 R24, R120, gdesc[UR12], RZ, !UPT, gsb0 ;
+/*0030*/ F2FP.BF16.F32.PACK_AB R160, R25, R24 ;
+/*0040*/ HGMMA.64x64x16.F32.BF16 R88, R160, gdesc[UR12].tnspB, R88, gsb0 ;
+/*0050*/ @P0 BRA 0x20 ;
+"""
+GIVEN_AWAY = STAYS.replace("R160", "R120")
 
 
 def in_flight(*arguments: str, code: str | None = None) -> str:
@@ -40,16 +48,6 @@ def in_flight(*arguments: str, code: str | None = None) -> str:
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
-
-
-STAYS = """
-/*0010*/ LDSM.16.M88.4 R120, [R12] ;
-/*0020*/ HGMMA.64x64x16.F32 R24, R120, gdesc[UR12], RZ, !UPT, gsb0 ;
-/*0030*/ F2FP.BF16.F32.PACK_AB R160, R25, R24 ;
-/*0040*/ HGMMA.64x64x16.F32.BF16 R88, R160, gdesc[UR12].tnspB, R88, gsb0 ;
-/*0050*/ @P0 BRA 0x20 ;
-"""
-GIVEN_AWAY = STAYS.replace("R160", "R120")
 
 
 def test_an_operand_that_stays():

@@ -7,8 +7,9 @@ for its group. The compiler trusts the program that nobody touches these before 
 undefined behaviour): a loop that converts the next shares before the wait is compiled without a
 word, and wrong. Nor must products be serialised, each waiting for the one before. Arguments as in
 compile_kernels.py; one line of JSON a kernel: its name, groups in its PTX and its machine code,
-exponentials while one is in flight, and what touches its registers then. (Code is read in the order
-of its addresses, in which loops lie whole; each loop is read twice.)
+exponentials while one is in flight, what touches its registers then, and operands that the round
+before has written. (Code is read in the order of its addresses, in which loops lie whole; each loop
+is read twice.)
 """
 
 from __future__ import annotations
@@ -55,8 +56,7 @@ def products_in_flight(sass: str) -> tuple[int, int, list[str]]:
             sums = set(range(first, first + int(re.findall(r"64x(\d+)x16", name)[0]) // 2))
             left = re.fullmatch(r"R(\d+)", operands[1])
             read = set() if left is None else set(range(int(left[1]), int(left[1]) + 4))
-            others = [g for g in flying if sums != g.sums]  # (one product's sums may be the next's)
-            if any(sums & (g.sums | g.operands) or read & g.sums for g in others):
+            if any(sums & (g.sums | g.operands) or read & g.sums for g in flying):
                 wrong.append(f"{address} {name} {rest}")
             opened = opened or Group()
             opened.sums |= sums
@@ -80,16 +80,12 @@ def carried_operands(sass: str) -> list[str]:
     compiler has given its registers to another one (seen with ptxas 12.8 where products were in
     flight from one round to the next).
     """
-    code = INSTRUCTION.findall(sass)
-    places = {int(address, 16): n for n, (address, *_) in enumerate(code)}
-    found = []
-    for n, (_, name, rest) in enumerate(code):
-        target = re.search(r"0x([0-9a-f]+)", rest)
-        if not name.startswith("BRA") or target is None:
-            continue
-        loop = code[places.get(int(target[1], 16), n) : n]
-        if any(x[1].startswith("BRA") and int(x[0], 16) > 0 and _back(x) for x in loop):
+    code, found = INSTRUCTION.findall(sass), []
+    loops = _loops(code)
+    for end, start in loops.items():
+        if any(start <= inner < end for inner in loops):
             continue  # an outer one
+        loop = code[start:end]
         fresh: set[int] = set()
         late = set().union(*(_registers(*x[1:])[0] for x in loop if not x[1].startswith("HGMMA")))
         for address, name, rest in loop:
@@ -101,22 +97,27 @@ def carried_operands(sass: str) -> list[str]:
     return found
 
 
-def _back(instruction: tuple[str, str, str]) -> bool:
-    target = re.search(r"0x([0-9a-f]+)", instruction[2])
-    return target is not None and int(target[1], 16) < int(instruction[0], 16)
+def _loops(code: list[tuple[str, str, str]]) -> dict[int, int]:
+    """Of each branch back to an earlier instruction: where it is, and where it goes."""
+    places = {int(address, 16): n for n, (address, *_) in enumerate(code)}
+    found = {}
+    for n, (_, name, rest) in enumerate(code):
+        target = re.search(r"0x([0-9a-f]+)", rest)
+        if name.startswith("BRA") and target is not None:
+            start = places.get(int(target[1], 16), n)
+            if start < n:
+                found[n] = start
+    return found
 
 
 def _instructions(sass: str) -> Iterator[tuple[str, str, str, bool]]:
     """Address, name, operands; a loop's once more after it (True), as what it starts may still be
     in flight in its next round."""
     code = INSTRUCTION.findall(sass)
-    places = {int(address, 16): n for n, (address, *_) in enumerate(code)}
+    loops = _loops(code)
     for n, (address, name, rest) in enumerate(code):
         yield address, name, rest, False
-        target = re.search(r"0x([0-9a-f]+)", rest)
-        if name.startswith("BRA") and target is not None:
-            start = places.get(int(target[1], 16), n)
-            yield from ((*x, True) for x in code[start:n])
+        yield from ((*x, True) for x in code[loops.get(n, n) : n])
 
 
 def _registers(name: str, rest: str) -> tuple[set[int], set[int]]:
