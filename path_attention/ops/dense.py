@@ -23,6 +23,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tenso
         `[N, M, R, E]` and `[N, M, R]`.
     """
     if q.device.type == "cpu":
+        q, k, v = map(whole_rows, (q, k, v))
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, scale=1.0
         )
@@ -38,10 +39,16 @@ def attend_backward(
     dk = dSᵀ q, dv = Pᵀ grad_out. Shapes as in `attend`.
     """
     if q.device.type == "cpu":
+        grad_out, q, k, v, out = map(whole_rows, (grad_out, q, k, v, out))
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out, q, k, v, out, lse, 0.0, causal, scale=1.0
         )
     return attend_backward_in_tiles(grad_out, q, k, v, out, lse, causal)
+
+
+def whole_rows(x: Tensor) -> Tensor:
+    """x whose rows' numbers lie side by side: PyTorch's CPU kernel takes that for granted."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def attend_in_tiles(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:

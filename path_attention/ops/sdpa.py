@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from path_attention.ops.dense import whole_rows
 from path_attention.ops.packing import Packing
 
 _HEAD_SIZE = 256  # of the fused kernels on CUDA; beyond it PyTorch stores all T² scores
@@ -76,11 +77,16 @@ def _attend_with_lse(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Ten
 
 
 def _heads_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, heads, T, E] with one head size E for all: the kernels that need no T² memory want it."""
+    """[B, heads, T, E] with whole rows and one head size E for all.
+
+    The kernels that need no T² memory want both, and read wrong numbers where rows aren't whole.
+    """
     E = max(q.shape[3], v.shape[3])
     if q.device.type == "cuda":
         E += -E % 8
-    q, k, v = (F.pad(x, (0, E - x.shape[3])) if x.shape[3] < E else x for x in (q, k, v))
+    q, k, v = (
+        F.pad(x, (0, E - x.shape[3])) if x.shape[3] < E else whole_rows(x) for x in (q, k, v)
+    )
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 

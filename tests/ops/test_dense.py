@@ -61,3 +61,18 @@ def test_rectangles_of_one_softmax(tiles):
     for n in (1, 2):
         joined = torch.cat([parts[0][n], parts[1][n]], -2)
         torch.testing.assert_close(joined, whole[n], rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_need_not_be_whole(shape):
+    *sizes, causal = shape
+    inputs = make(*sizes)
+    apart = []
+    for x in inputs:
+        wide = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), torch.nan)
+        apart.append(wide[..., ::2].copy_(x))
+    results = []
+    for q, k, v, grad_out in (inputs, apart):
+        out, lse = dense.attend(q, k, v, causal)
+        results.append([out, lse, *dense.attend_backward(grad_out, q, k, v, out, lse, causal)])
+    torch.testing.assert_close(*results, rtol=1e-11, atol=1e-12)

@@ -51,13 +51,16 @@ def test_nothing_gives_nothing(B, T):
     check(plain(T, B=B, heads=(4, 2), size=(8, 3)))
 
 
-def test_strides_do_not_matter():
+@pytest.mark.parametrize("implementation", ["sdpa", "blockwise"])
+@pytest.mark.parametrize("dim", [2, 3])
+def test_strides_do_not_matter(dim, implementation):
+    """Tokens last in memory but for heads, or for the numbers of a head."""
     inputs = plain(60, heads=(4, 2))
-    expected = run(inputs, "sdpa")
+    expected = run(inputs, implementation)
     swapped = Inputs(
-        *(None if x is None else x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs)
+        *(None if x is None else x.transpose(1, dim).contiguous().transpose(1, dim) for x in inputs)
     )
-    assert_same(run(swapped, "sdpa"), expected, 1e-13)
+    assert_same(run(swapped, implementation), expected, 1e-13)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
