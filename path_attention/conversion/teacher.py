@@ -101,6 +101,9 @@ def load_teacher(source: str | Path, dtype: torch.dtype = torch.float32) -> Teac
 def as_teacher(model: PreTrainedModel, name: str = "the model") -> Teacher:
     """A loaded transformers model as a `Teacher`; its weights are shared where they can be.
 
+    Scaled RoPE multiplies queries and keys by a factor, which `attention_scale` has for all layers:
+    keys of layers without RoPE are divided by its square.
+
     Raises ValueError where `teacher_config` does.
     """
     config, window = teacher_config(cast(Any, model.config))
@@ -108,7 +111,10 @@ def as_teacher(model: PreTrainedModel, name: str = "the model") -> Teacher:
         return Teacher(model.eval(), window, name)
     with torch.device("meta"):
         ours = cast(Any, PathAttentionForCausalLM(config))
-    ours.load_state_dict(renamed(model.state_dict()), assign=True, strict=True)
+    state = renamed(model.state_dict())
+    if config.attention_scale is not None:
+        _unscale_keys(state, config)
+    ours.load_state_dict(state, assign=True, strict=True)
     ours.tie_weights()
     return Teacher(ours.eval(), window, name)
 
@@ -259,6 +265,16 @@ def renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
             name = re.sub(pattern, replacement, name)
         out[name] = value
     return out
+
+
+def _unscale_keys(state: dict[str, Tensor], config: PathAttentionConfig) -> None:
+    """Divide keys of layers without RoPE by what RoPE multiplies scores by, in place."""
+    factor = cast(float, config.attention_scale) * cast(int, config.head_dim) ** 0.5
+    for layer in config.nope_layers or ():
+        for kind in ("weight", "bias"):
+            name = f"model.layers.{layer}.attention.k_proj.{kind}"
+            if name in state:
+                state[name] = state[name] / factor
 
 
 def student_config(

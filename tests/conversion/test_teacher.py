@@ -57,6 +57,21 @@ def test_every_kind_of_scaled_rope(rope: str) -> None:
             teacher.check_length(teacher.window + 1)
 
 
+@pytest.mark.parametrize("attention_bias", [False, True])
+def test_the_factor_of_scaled_rope_spares_layers_without_rope(attention_bias: bool) -> None:
+    rope = {**ROPES["yarn"], "attention_factor": 1.7}
+    model = make_teacher("smollm3", rope_parameters=rope, attention_bias=attention_bias)
+    teacher = as_teacher(model)
+    ids = torch.randint(0, 61, (1, 60))
+    expected = model(ids).logits
+    back = copy_model(
+        copy_model(teacher.model, student_config(teacher.model.config, "path")),
+        student_config(teacher.model.config, "rope"),
+    )
+    for ours in (teacher.model, back):
+        torch.testing.assert_close(ours(ids).logits, expected, rtol=0, atol=1e-4)
+
+
 def test_weights_are_copied_bit_for_bit() -> None:
     model = make_teacher("qwen3")
     teacher = as_teacher(model)
