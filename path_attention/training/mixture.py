@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _FINEST = 1000  # shares are fractions with a denominator up to this
+_LONGEST = 10_000  # rows of a round
 
 
 class CorpusMixture:
@@ -176,6 +177,9 @@ def parse_part(text: str) -> tuple[Path, float]:
 def whole_weights(weights: Sequence[float]) -> list[int]:
     """Weights as the smallest whole numbers in their ratio (shares to a thousandth).
 
+    Where these would sum to more than 10,000, which makes rounds long and slow, they are rounded to
+    parts of 10,000 instead (by largest remainders).
+
     Raises ValueError if one is not above 0, or if shares do not sum to 1.
     """
     if not all(math.isfinite(w) and w > 0 for w in weights):
@@ -186,12 +190,24 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
             f"which sum to {sum(weights):g}"
         )
     shares = [Fraction(w).limit_denominator(_FINEST) for w in weights]
-    if not all(shares):
-        raise ValueError(f"mixture: expected shares of at least 1/{_FINEST}, got {list(weights)}")
     scale = math.lcm(*(share.denominator for share in shares))
     whole = [int(share * scale) for share in shares]
+    if sum(whole) // math.gcd(*whole) > _LONGEST:
+        shares = [Fraction(w) / sum(map(Fraction, weights)) for w in weights]
+        whole = _rounded(shares)
+    if not all(share * _FINEST >= 1 for share in shares):
+        raise ValueError(f"mixture: expected shares of at least 1/{_FINEST}, got {list(weights)}")
     divisor = math.gcd(*whole)
     return [number // divisor for number in whole]
+
+
+def _rounded(shares: Sequence[Fraction]) -> list[int]:
+    """Whole numbers that sum to `_LONGEST`, each within one of its share of it."""
+    whole = [math.floor(share * _LONGEST) for share in shares]
+    order = sorted(range(len(shares)), key=lambda n: whole[n] - shares[n] * _LONGEST)
+    for n in order[: _LONGEST - sum(whole)]:
+        whole[n] += 1
+    return whole
 
 
 def _starts(parts: list[TokenCorpus]) -> list[int]:

@@ -51,6 +51,19 @@ def test_weights_are_ratios_or_shares() -> None:
         parse_part("a=much")
 
 
+@pytest.mark.parametrize(
+    "weights", [[0.1234, 0.4567, 0.4199], [123456789, 98765432], [0.0013, 0.3217, 0.3333, 0.3437]]
+)
+def test_rounds_stay_short(weights: list[float]) -> None:
+    """The least common multiples of the denominators here are some 10⁸ to 10⁹."""
+    whole = whole_weights(weights)
+    assert sum(whole) <= 10_000
+    for part, weight in zip(whole, weights, strict=True):
+        assert abs(part / sum(whole) - weight / sum(weights)) < 1e-4
+    with pytest.raises(ValueError, match="at least 1/1000"):
+        whole_weights([1, 20_000])
+
+
 def test_every_round_has_its_shares_and_each_parts_rows_in_order(corpora) -> None:
     mixture = CorpusMixture(corpora, [2, 1, 3])
     mixed = MixedRows(mixture, "train", **OPTIONS)
