@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -251,11 +249,7 @@ class ConvertCheckpoints:
             return model_folder(run)
         folder = self.out / "checkpoints" / f"{run.name}-{step}"
         if not (folder / "config.json").exists():
-            partial = folder.with_name(f".{folder.name}.partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.parent.mkdir(parents=True, exist_ok=True)
-            export_step(run, step, partial)
-            os.rename(partial, folder)
+            export_step(run, step, folder)
         return folder
 
     def _model(self, name: str) -> Path:

@@ -221,16 +221,8 @@ class Checkpoints:
             shutil.rmtree(self.folder / _NAME.format(old))
 
     def _problem(self, path: Path) -> str | None:
-        """What is wrong with a checkpoint, found by all processes together; None if nothing is."""
-        found = None
-        try:
-            files = json.loads((path / MANIFEST).read_text())["files"]
-            for name in sorted(files)[self.processes.rank :: self.processes.count]:
-                if _digest(path / name) != files[name]:
-                    size = (path / name).stat().st_size
-                    found = f"{name} is not what was written ({size} bytes, then {files[name][0]})"
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            found = f"{type(error).__name__}: {error}"
+        """`find_damage` by all processes together."""
+        found = find_damage(path, self.processes.rank, self.processes.count)
         if self.processes.count == 1:
             return found
         gathered: list[str | None] = [None] * self.processes.count
@@ -251,7 +243,26 @@ class Checkpoints:
             )
 
 
+def find_damage(path: Path, first: int = 0, stride: int = 1) -> str | None:
+    """What is wrong with a checkpoint's files, every `stride`-th of them from `first` on; None if
+    nothing is."""
+    found = None
+    try:
+        files = json.loads((path / MANIFEST).read_text())["files"]
+        for name in sorted(files)[first::stride]:
+            if _digest(path / name) != files[name]:
+                size = (path / name).stat().st_size
+                found = f"{name} is not what was written ({size} bytes, then {files[name][0]})"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        found = f"{type(error).__name__}: {error}"
+    return found
+
+
 def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    if not optimizer.state:
+        get_state_dict(model, optimizer)  # which makes one by a step at rate 0, and counts that
+        for state in optimizer.state.values():
+            state["step"].zero_()
     model_state, optimizer_state = get_state_dict(model, optimizer)
     return {"model": model_state, "optimizer": optimizer_state}
 

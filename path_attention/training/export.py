@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from path_attention.training.checkpoint import find_damage
 from path_attention.training.corpus import TokenCorpus
 from path_attention.training.mixture import CorpusMixture
 from path_attention.training.objective import Objective
@@ -74,6 +75,8 @@ def export_model(
 def export_step(run: Path, step: int | None, out: Path, dtype: str = "float32") -> int:
     """Write a checkpoint of a run as a model's folder, with the tokenizer if the run has one yet.
 
+    `out` appears when it is complete.
+
     Args:
         run: the run's folder.
         step: of the checkpoint; None for the latest.
@@ -84,8 +87,8 @@ def export_step(run: Path, step: int | None, out: Path, dtype: str = "float32") 
         The step.
 
     Raises:
-        ValueError: no such checkpoint; one of a run that trained by another objective's parameters
-            (low-rank updates); `out` is there.
+        ValueError: no such checkpoint, or a damaged one; one of a run that trained by another
+            objective's parameters (low-rank updates); `out` is there.
     """
     from path_attention.models import PathAttentionConfig, PathAttentionForCausalLM
 
@@ -95,6 +98,9 @@ def export_step(run: Path, step: int | None, out: Path, dtype: str = "float32") 
     if out.exists():
         raise ValueError(f"out: expected a new folder, {out} is there")
     step = max(found) if step is None else step
+    problem = find_damage(found[step])
+    if problem is not None:
+        raise ValueError(f"step: {found[step]} is damaged ({problem})")
     config = PathAttentionConfig.from_json_file(run / MODEL_CONFIG)
     model = PathAttentionForCausalLM(config)
     states = {"model": model.state_dict()}
@@ -107,15 +113,18 @@ def export_step(run: Path, step: int | None, out: Path, dtype: str = "float32") 
         raise ValueError(f"step: {found[step]} holds no whole model: {reason}") from error
     model.load_state_dict(states["model"])
     cast(nn.Module, model).to(getattr(torch, dtype))
-    model.save_pretrained(out)
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    model.save_pretrained(partial)
     for source in (run / "model", run.parent / "start"):
         if (source / "tokenizer_config.json").exists():
             for path in source.iterdir():
                 if path.name not in ("config.json", "generation_config.json", "README.md") and (
                     path.suffix != ".safetensors"
                 ):
-                    shutil.copy2(path, out / path.name)
+                    shutil.copy2(path, partial / path.name)
             break
+    os.rename(partial, out)
     return step
 
 
@@ -154,9 +163,9 @@ def write_card(
         },
         "environment": _environment(processes, dtype),
     }
-    _replace(out / "card.json", json.dumps(card, indent=1) + "\n")
     for folder in (out / "model", out):
         _replace(folder / "README.md", _readme(card, recipe))
+    _replace(out / "card.json", json.dumps(card, indent=1) + "\n")  # last: it says all is there
 
 
 def _command() -> str:

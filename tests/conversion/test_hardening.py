@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from path_attention import cli
-from path_attention.conversion import hardening
 from path_attention.conversion.hardening import ConvertCheckpoints
 from path_attention.models import load_model
 from path_attention.results import read_result
+from path_attention.training import export
 from path_attention.training.loop import train
 from path_attention.training.recipe import (
     CheckpointRecipe,
@@ -112,13 +112,11 @@ def test_what_does_not_fit_is_refused(runs, tmp_path, capsys, more, line) -> Non
 def test_a_checkpoint_is_exported_whole_or_not_at_all(runs, tmp_path, monkeypatch) -> None:
     command = ConvertCheckpoints(run_folder=runs / "rope", out=tmp_path, device="cpu")
 
-    def killed(run: Path, step: int, out: Path) -> None:
-        out.mkdir(parents=True)
-        (out / "config.json").write_text("{}")
+    def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(hardening, "export_step", killed)
+        patch.setattr(export.shutil, "copy2", killed)
         with pytest.raises(KeyboardInterrupt):
             command.checkpoint(runs / "rope", 5)
     assert load_model(command.checkpoint(runs / "rope", 5)).config.transport == "rotary"

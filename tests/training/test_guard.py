@@ -136,6 +136,23 @@ def test_a_skipped_step_changes_nothing_and_is_said(
     assert before["moments"] == step, "the optimizer took the steps before"
 
 
+def test_saving_before_any_step_was_taken_changes_nothing(
+    short, corpus, tmp_path: Path, monkeypatch
+) -> None:
+    """torch makes the moments of a checkpoint by a step, which it counts."""
+    recipe = short(guard=GuardRecipe(action="skip"))
+    run = loop._Run(recipe, tmp_path / "unused", corpus, Processes(0, 1, torch.device("cpu")))
+    poison(monkeypatch, run.rows.row(0).documents[0])
+    found = []
+    for every in (1, 6):
+        out = tmp_path / str(every)
+        loop.train(short(guard=recipe.guard, checkpoint=CheckpointRecipe(every=every)), out)
+        lines = read_log(out / "log.jsonl")
+        assert next(line["step"] for line in lines if "event" in line) == 1
+        found.append([(line["step"], line["loss"]) for line in lines if "loss" in line])
+    assert len(found[0]) > 1 and found[0] == found[1]
+
+
 def test_a_bad_step_stops_and_names_its_documents(
     short, corpus, tmp_path: Path, monkeypatch
 ) -> None:

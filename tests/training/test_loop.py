@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from path_attention.models import PathAttentionForCausalLM
 from path_attention.ops.packing import Packing
 from path_attention.training import loop
+from path_attention.training.export import export_step
 from path_attention.training.log import RunLog, read_log
 from path_attention.training.processes import Processes, choose_precision, spread
 from path_attention.training.recipe import (
@@ -267,6 +268,44 @@ def test_an_asynchronous_checkpoint_that_fails_keeps_those_before(
     with pytest.raises(OSError, match=r"of step 4 can't be written .* No space.*steps \[2\]"):
         loop.train(recipe, tmp_path)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+@pytest.mark.parametrize("place", ["model", "."])
+def test_a_kill_between_a_runs_cards_is_made_up_for(
+    straight: Path, make_recipe, tmp_path: Path, monkeypatch, place: str
+) -> None:
+    from path_attention.training import export
+
+    out, own = tmp_path / "run", export._replace
+    shutil.copytree(straight, out)
+    for name in ("card.json", "README.md", "model/README.md"):
+        (out / name).unlink()
+
+    def killed(path: Path, text: str) -> None:
+        if path == out / place / "README.md":
+            raise KeyboardInterrupt
+        own(path, text)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "_replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            loop.train(make_recipe(), out)
+    loop.train(make_recipe(), out)
+    for name in ("card.json", "README.md", "model/README.md"):
+        assert (out / name).exists()
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_a_damaged_checkpoint_is_not_exported(straight: Path, tmp_path: Path, name: str) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(straight, out)
+    damaged = out / "checkpoints" / "step-00000006" / name
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    with pytest.raises(ValueError, match=r"^step: .*step-00000006 is damaged \("):
+        export_step(out, None, tmp_path / "out")
+    assert export_step(out, 3, tmp_path / "out") == 3
 
 
 def test_a_changed_recipe_is_refused(straight: Path, make_recipe, tmp_path: Path) -> None:
