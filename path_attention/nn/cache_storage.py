@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -122,11 +123,16 @@ class Group:
 
 
 class Tail:
-    """The last tokens as they came, `[B, length, …]` each by name, in buffers that grow."""
+    """The last tokens as they came, `[B, length, …]` each by name, in buffers that grow.
+
+    Attributes:
+        lent: names of the buffers that a fork may read: they are never written again.
+    """
 
     def __init__(self) -> None:
         self.buffers: Buffers = {}
         self.length = 0
+        self.lent: set[str] = set()
 
     def __getitem__(self, name: str) -> Tensor:
         return self.buffers[name][:, : self.length]
@@ -141,34 +147,50 @@ class Tail:
         """Add `count` tokens; "valid" may come late or be missing, which is True."""
         self._complete(new, count)
         for name, x in new.items():
+            if name in self.lent:  # without room: `write` makes another
+                self.buffers[name] = self[name]
+                self.lent.discard(name)
             write(self.buffers, name, self.length, x)
         self.length += count
 
-    def joined(self, new: Buffers, count: int) -> Buffers:
-        """What `append` would leave, in tensors of their own."""
+    def take(self, tokens: int, new: Buffers, count: int) -> Buffers:
+        """As `append`, then let go of the first `tokens`, which are returned."""
         self._complete(new, count)
-        if not self.length:
-            return new
-        return {name: torch.cat([self[name], x.to(self[name].dtype)], 1) for name, x in new.items()}
+        first, rest = {}, {}
+        for name, x in new.items():
+            own = tokens - self.length  # of the new ones
+            if not self.length:
+                first[name], rest[name] = x[:, :tokens], _copy(x[:, tokens:])
+            elif own > 0:
+                x = x.to(self[name].dtype)
+                first[name] = torch.cat([self[name], x[:, :own]], 1)
+                rest[name] = _copy(x[:, own:])
+            else:
+                first[name] = self[name][:, :tokens]
+                rest[name] = torch.cat([self[name][:, tokens:], x.to(self[name].dtype)], 1)
+        self.buffers, self.length, self.lent = rest, self.length + count - tokens, set()
+        return first
 
     def set(self, name: str, x: Tensor) -> None:
-        """Give the tokens x `[B, length, …]` under a name."""
-        write(self.buffers, name, 0, x)
+        """Give the tokens x `[B, length, …]` under a name, to be kept as it is."""
+        self.buffers[name] = x
+        self.lent.discard(name)
 
-    def restart(self, joined: Buffers, start: int, length: int) -> None:
-        """Hold the tokens of `joined` from `start` on, `length` of them, and nothing else."""
-        self.buffers, self.length = {}, length
-        for name, x in joined.items():
-            write(self.buffers, name, 0, x[:, start:])
+    def writable(self, name: str) -> Tensor:
+        """The tokens' buffer of this name, to be written over."""
+        if name in self.lent:
+            self.set(name, _copy(self[name]))
+        return self[name]
 
     def select(self, rows: Tensor) -> None:
         for name in self.buffers:
-            self.buffers[name] = self.buffers[name].index_select(0, rows)
+            self.set(name, self.buffers[name].index_select(0, rows))
 
-    def clone(self) -> Tail:
+    def fork(self) -> Tail:
+        """The same tokens for another cache: who writes a buffer first makes its own."""
         other = Tail()
-        other.length = self.length
-        other.buffers = {name: self[name].clone() for name in self.buffers}
+        other.buffers, other.length = dict(self.buffers), self.length
+        self.lent, other.lent = set(self.buffers), set(self.buffers)
         return other
 
     def move(self, device: torch.device) -> None:
@@ -179,6 +201,13 @@ class Tail:
             self.set("valid", _ones(new["valid"], self.length))
         elif "valid" in self.buffers and "valid" not in new:
             new["valid"] = _ones(self.buffers["valid"], count)
+
+
+@contextmanager
+def lasting() -> Iterator[None]:
+    """Without gradients; and what is made here in inference mode can be written outside of it."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def write(buffers: Buffers, name: str, start: int, new: Tensor) -> None:
@@ -229,6 +258,10 @@ def sums_behind(log_forget: Tensor) -> tuple[Tensor, Tensor]:
     sums = log_forget.flip(-2).cumsum(-2)
     behind = torch.cat([torch.zeros_like(sums[..., :1, :]), sums[..., :-1, :]], -2)
     return behind.flip(-2), sums[..., -1, :]
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _ones(like: Tensor, count: int) -> Tensor:

@@ -17,6 +17,7 @@ from path_attention.nn.cache_storage import (
     Storage,
     Tail,
     last_records,
+    lasting,
     records_at,
     sums_behind,
 )
@@ -113,12 +114,10 @@ class SealedUnits:
             new[f"record.{name}"], self._counts[name] = record
             self.before[name] = last_records(*record, self.before.get(name), valid)
         if units:
-            joined = self.tail.joined(new, T)
-            self._note_borders(joined, units, k)
+            first = self.tail.take(units * self.unit, new, T)
+            self._note_borders(first, units, k)
             if self.kind == "moved":
-                self._seal(joined, units)
-            start = units * self.unit
-            self.tail.restart(joined, start, self.tail.length + T - start)
+                self._seal(first, units)
             self._stale = True
         elif moved is None:
             self.tail.append(new, T)
@@ -126,7 +125,7 @@ class SealedUnits:
         else:
             k_end, transition = moved
             if self.tail.length and self._transition is not None:
-                kept = self.tail["moved"]
+                kept = self.tail.writable("moved")
                 kept.copy_(torch.einsum("bshd,bhde->bshe", kept, transition))
                 transition = self._transition @ transition
             self._transition = transition
@@ -150,12 +149,12 @@ class SealedUnits:
             self._transition = None
         self._stale = False
 
-    def _note_borders(self, joined: Buffers, units: int, k: Tensor) -> None:
+    def _note_borders(self, first: Buffers, units: int, k: Tensor) -> None:
         """Keep what the ends of the tail's first units need to start from."""
-        valid = joined.get("valid")
+        valid = first.get("valid")
         ends = torch.arange(1, units + 1, device=k.device) * self.unit
         for name, count in self._counts.items():
-            values, states = joined[f"record.{name}"], self._borders.get(name)
+            values, states = first[f"record.{name}"], self._borders.get(name)
             last = None if states is None else states[:, -1]
             found = records_at(values, count, last, valid, ends)
             self._borders[name] = found if states is None else torch.cat([states, found], 1)
@@ -164,25 +163,24 @@ class SealedUnits:
         if valid is None:
             each = torch.full_like(last, self.unit).expand(-1, units)
         else:
-            each = valid[:, : units * self.unit].unflatten(1, (units, -1)).sum(2)
+            each = valid.unflatten(1, (units, -1)).sum(2)
         self._border_lengths = torch.cat([*real, last + each.cumsum(1)], 1)
 
-    def _seal(self, joined: Buffers, units: int) -> None:
+    def _seal(self, first: Buffers, units: int) -> None:
         """Move the tail's first units to their ends, for ever, and into groups."""
-        S, n = self.unit, units * self.unit
-        k, v, gates, valid = (joined.get(name) for name in ("k", "v", "log_forget", "valid"))
-        tokens: Buffers = {"keys": k[:, :n], "values": v[:, :n]}  # pyright: ignore
+        S, gates = self.unit, first.get("log_forget")
+        tokens: Buffers = {"keys": first["k"], "values": first["v"]}
         of_units: Buffers = {}
-        if valid is not None:
-            tokens["valid"] = valid[:, :n]
-        if "w" in joined:
-            blocks = (joined[x][:, :n].unflatten(1, (units, S)) for x in ("k", "w", "beta"))
+        if "valid" in first:
+            tokens["valid"] = first["valid"]
+        if "w" in first:
+            blocks = (first[x].unflatten(1, (units, S)) for x in ("k", "w", "beta"))
             k, w, beta = (x.flatten(0, 1) for x in blocks)
             _, moved, transition = chunk_transport(k[:, :, :0], k, w, beta)
             tokens["keys"] = moved.to(k.dtype).unflatten(0, (-1, units)).flatten(1, 2)
             of_units["transition"] = transition.unflatten(0, (-1, units))
         if gates is not None:
-            behind, total = sums_behind(gates[:, :n].unflatten(1, (units, S)))
+            behind, total = sums_behind(gates.unflatten(1, (units, S)))
             tokens["decay"], of_units["forget"] = behind.flatten(1, 2), total
         start = 0
         while start < units:
@@ -248,6 +246,7 @@ class SealedUnits:
                 f"{self.sealed} to {self.seen}: {what} can't be undone; got {length}"
             )
 
+    @lasting()
     def crop(self, length: int) -> None:
         """Keep the first `length` columns, exactly as if the others had never come.
 
@@ -338,16 +337,17 @@ class SealedUnits:
         q = raw["k"].new_zeros(*raw["k"].shape[:2], now.shape[1], now.shape[3])
         return linear_attention(q, **raw, state=start)[1]  # pyright: ignore[reportArgumentType]
 
+    @lasting()
     def fork(self: _Self) -> _Self:
         """Another cache of the same past, which shares every sealed unit by reference.
 
-        Neither sees what the other appends or crops. Costs the tail and two small tables of
-        references; of the two, the one that is forked goes on filling the last group.
+        Neither sees what the other appends or crops. Costs two small tables of references, and of
+        the tail what is written next; the one that is forked goes on filling the last group.
         """
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.groups = [group.fork() for group in self.groups]
-        other.tail = self.tail.clone()
+        other.tail = self.tail.fork()
         for name in ("before", "_counts", "_borders"):
             setattr(other, name, dict(getattr(self, name)))
         return other
@@ -416,6 +416,7 @@ class SealedUnits:
             cache._states = (held["state"], held["state"])
         return cache
 
+    @lasting()
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the batch, in this order: beam search, repetition, pruning.
 
@@ -434,6 +435,7 @@ class SealedUnits:
         self.tail.select(rows)
         self._map(lambda x: x.index_select(0, rows))
 
+    @lasting()
     def move(self, device: torch.device) -> None:
         """Take everything to a device, shared units too."""
         for group in self.groups:

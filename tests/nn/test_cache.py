@@ -341,7 +341,7 @@ def test_neither_side_of_a_fork_sees_the_other(kind: str) -> None:
     torch.testing.assert_close(go(third, a), exact(a), **EXACT)
 
 
-def test_a_fork_costs_its_tail() -> None:
+def test_a_fork_costs_its_tail_once_it_goes_on() -> None:
     """And both sides' next unit no more than that unit."""
     tokens = Tokens.random(1, 64 * 200, transport=True, decay=False, dtype=torch.float32)
     one = LayerCache(unit=64)
@@ -349,6 +349,8 @@ def test_a_fork_costs_its_tail() -> None:
     alone = memory([one])
     other = one.fork()
     assert all(a.storage is b.storage for a, b in zip(one.groups, other.groups, strict=True))
+    assert memory([one, other]) == alone
+    run(other, tokens.columns(0, 1))
     assert memory([one, other]) - alone <= memory_of_tail(other) * 1.01
     for cache in (one, other):
         run(cache, tokens.columns(0, 130))
@@ -356,7 +358,8 @@ def test_a_fork_costs_its_tail() -> None:
 
 
 def memory_of_tail(cache: LayerCache) -> int:
-    return sum(x.untyped_storage().nbytes() for x in cache.tail.buffers.values())
+    held = (*cache.tail.buffers.values(), cache._transition)
+    return sum(x.untyped_storage().nbytes() for x in held)
 
 
 def test_a_plain_fork_copies_nothing() -> None:
