@@ -7,13 +7,17 @@ import secrets
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import IO
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
 _MEMORY = 2**30
-_TOLD = 2000  # characters of an error that are kept
+_TOLD = 2000  # bytes of an error that are kept
+_PIECE = 2**16
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ def run_code(program: str, *, seconds: int = 10, memory: int = _MEMORY) -> Outco
 
     It passes if it runs to its end without an exception. It may read files; it cannot write,
     rename or delete one, open a socket, start or signal a process, and it has an empty environment.
+    Of what it prints no more than an end is kept.
     See `sandbox_child` for how, and for what it is not: a guard against programs written to attack
     the kernel.
 
@@ -86,15 +91,31 @@ def _run(program: str, seconds: int, memory: int) -> Outcome:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        try:
-            out, err = child.communicate(f"{told}\n{program}".encode(), timeout=2 * seconds)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.communicate()
-            return Outcome("timed out")
+        assert child.stdin is not None and child.stdout is not None and child.stderr is not None
+        with ThreadPoolExecutor(2) as readers:
+            ends = [readers.submit(_end, stream) for stream in (child.stdout, child.stderr)]
+            try:
+                with suppress(BrokenPipeError), child.stdin as stdin:
+                    stdin.write(f"{told}\n{program}".encode())
+                child.wait(timeout=2 * seconds)
+            except subprocess.TimeoutExpired:
+                return Outcome("timed out")
+            finally:
+                child.kill()
+                child.wait()
+            out, err = (end.result() for end in ends)
     if out == word.encode() and child.returncode == 0:
         return Outcome("passed")
     if child.returncode in (-9, -24) and not err:  # SIGKILL or SIGXCPU: out of processor time
         return Outcome("timed out")
-    lines = err.decode("utf-8", "replace")[-_TOLD:].strip().splitlines()
+    lines = err.decode("utf-8", "replace").strip().splitlines()
     return Outcome("failed", lines[-1] if lines else f"exit status {child.returncode}")
+
+
+def _end(stream: IO[bytes]) -> bytes:
+    """The last of what comes; all of it is read, so that it neither waits nor fills memory."""
+    kept = b""
+    with stream:
+        while piece := stream.read1(_PIECE):  # type: ignore[attr-defined]
+            kept = (kept + piece)[-_TOLD:]
+    return kept
