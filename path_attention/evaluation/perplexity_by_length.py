@@ -22,9 +22,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import tyro
 from torch import Tensor
 
+from path_attention.evaluation.reading import logits_at
 from path_attention.evaluation.windows import Corpus, Windows, check_lengths, choose_windows
 from path_attention.models.loading import (
     choose_device,
@@ -74,7 +76,7 @@ class EvaluatePerplexity:
     device: str = "auto"
     """cpu, cuda, cuda:1 …; auto takes a GPU where there is one."""
     batch_tokens: int = 8192
-    """Context tokens read at once (one window at least)."""
+    """Context tokens read at once: of several windows, or pieces of one through the cache."""
     seed: int = 0
     """Of the choice of windows and of the bootstrap."""
 
@@ -148,7 +150,8 @@ def perplexity_by_length(
         windows: the most windows to read.
         dtype: of weights and activations.
         device: where the models run.
-        batch_tokens: context tokens read at once; bounds memory.
+        batch_tokens: context tokens read at once; bounds memory: a longer window is read in
+            pieces through the model's cache.
         training_length: written into the rows; None takes each model's `max_position_embeddings`.
         seed: of the choice of windows and of the bootstrap.
         partial: keeps what is done, so that an interrupted call goes on.
@@ -263,7 +266,6 @@ def score(
     progress: Callable[[int], None] = lambda windows: None,
 ) -> list[list[float]]:
     """Sums of −log p over each group's targets, in nats: one list a group, one number a window."""
-    device = model.device
     keep = np.unique(np.concatenate([group.indices for group in groups]))
     columns = [torch.from_numpy(np.searchsorted(keep, group.indices)) for group in groups]
     tokens = torch.from_numpy(windows.tokens[:, windows.longest - length :])
@@ -271,31 +273,27 @@ def score(
     batch = max(1, min(batch_tokens // length, _MOST_LOGITS // (len(keep) * vocabulary)))
     sums: list[list[float]] = [[] for _ in groups]
     for part in tokens.split(batch):
-        losses = _losses(model, part.to(device), torch.from_numpy(keep).to(device)).cpu()
+        losses = _losses(model, part, torch.from_numpy(keep), batch_tokens)
         for column, found in zip(columns, sums, strict=True):
             found.extend(losses[:, column].sum(1).tolist())
         progress(len(sums[0]))
     return sums
 
 
-def _losses(model: PreTrainedModel, tokens: Tensor, keep: Tensor) -> Tensor:
+def _losses(model: PreTrainedModel, tokens: Tensor, keep: Tensor, piece: int) -> Tensor:
     """−log p of the token behind each kept position, float64 `[B, K]`."""
-    inputs = tokens[:, :-1]
+    inputs, found = tokens[:, :-1], []
+    asked = torch.zeros(inputs.shape[1], dtype=torch.bool)
+    asked[keep] = True
     try:
-        logits = model(input_ids=inputs, use_cache=False, logits_to_keep=keep).logits
+        for columns, logits in logits_at(model, inputs, asked, piece):
+            wanted = tokens[:, columns + 1].to(logits.device)
+            found.append(F.cross_entropy(logits.float().mT, wanted, reduction="none").cpu())
     except IndexError as error:
         raise ValueError(
-            f"lengths: this model cannot read {inputs.shape[1]} tokens at once ({error})"
+            f"lengths: this model cannot read {inputs.shape[1]} tokens ({error})"
         ) from error
-    if logits.shape[1] != len(keep):
-        raise ValueError(
-            f"models: expected a model that gives logits at the {len(keep)} positions in "
-            f"`logits_to_keep`, got {logits.shape[1]} from {type(model).__name__}"
-        )
-    losses = torch.nn.functional.cross_entropy(
-        logits.float().transpose(1, 2), tokens[:, keep + 1], reduction="none"
-    )
-    return losses.double()
+    return torch.cat(found, 1).double()
 
 
 def _summary(sums: Sequence[float], windows: Windows, targets: int, seed: int) -> dict[str, Any]:
