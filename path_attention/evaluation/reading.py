@@ -45,7 +45,7 @@ def log_likelihoods(
     inputs, tokens, asked = tokens[:, :-1], tokens[:, 1:], asked[:, 1:]
     total = torch.zeros(len(rows), dtype=torch.float64)
     greedy = torch.ones(len(rows), dtype=torch.bool)
-    for at, logits in _logits(model, inputs, asked.any(0), piece):
+    for at, logits in logits_at(model, inputs, asked.any(0), piece):
         wanted = tokens[:, at].to(logits.device)
         scores = logits.float().log_softmax(-1)
         found = scores.gather(2, wanted[..., None]).squeeze(2).double().cpu()
@@ -54,23 +54,29 @@ def log_likelihoods(
     return list(zip(total.tolist(), greedy.tolist(), strict=True))
 
 
-def _logits(
+def logits_at(
     model: PreTrainedModel, inputs: Tensor, asked: Tensor, piece: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """(columns `[K]`, their logits `[B, K, V]`) of each piece of inputs `[B, T]` that has any.
 
-    asked: bool `[T]`, the columns whose logits are wanted.
+    Args:
+        asked: bool `[T]`, the columns whose logits are wanted.
+        piece: tokens of each row that are read at once; fewer where many of them are asked.
     """
-    vocabulary = model.config.get_text_config().vocab_size
-    piece = min(piece, max(1, _MOST_LOGITS // (len(inputs) * vocabulary)))
-    past = new_cache(model) if inputs.shape[1] > piece else {"use_cache": False}
-    for start in range(0, inputs.shape[1], piece):
-        part = inputs[:, start : start + piece].to(model.device)
-        columns = asked[start : start + piece].nonzero().squeeze(1)
-        keep = columns.to(model.device) if len(columns) else 1
-        logits = _call(model, part, keep, **past)
+    most = max(1, _MOST_LOGITS // (len(inputs) * model.config.get_text_config().vocab_size))
+    pieces, stop = [], 0
+    while stop < inputs.shape[1]:
+        start, stop = stop, min(stop + piece, inputs.shape[1])
+        columns = asked[start:stop].nonzero().squeeze(1) + start
+        if len(columns) > most:
+            stop, columns = int(columns[most]), columns[:most]
+        pieces.append((start, stop, columns))
+    past = new_cache(model) if len(pieces) > 1 else {"use_cache": False}
+    for start, stop, columns in pieces:
+        keep = (columns - start).to(model.device) if len(columns) else 1
+        logits = _call(model, inputs[:, start:stop].to(model.device), keep, **past)
         if len(columns):
-            yield columns + start, logits
+            yield columns, logits
 
 
 @torch.inference_mode()

@@ -22,6 +22,7 @@ from path_attention.evaluation.perplexity_by_length import (
     perplexity_by_length,
 )
 from path_attention.evaluation.windows import choose_windows
+from path_attention.models import PathAttentionConfig, PathAttentionForCausalLM
 
 VOCABULARY = 31
 LENGTHS = (8, 16, 32)
@@ -125,9 +126,40 @@ def test_position_rows_are_the_definition(folders, corpus):
 
 
 def test_batches_do_not_change_the_numbers(folders, corpus):
-    one = perplexity_by_length(folders, corpus, lengths=LENGTHS, targets=4, batch_tokens=1)
+    one = perplexity_by_length(folders, corpus, lengths=LENGTHS, targets=4, batch_tokens=32)
     all_ = perplexity_by_length(folders, corpus, lengths=LENGTHS, targets=4, batch_tokens=10**6)
     for a, b in zip(one, all_, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("preset", ["llama", "path_fox"])
+def test_no_more_tokens_are_read_at_once_than_said(preset, folders, corpus, tmp_path, monkeypatch):
+    """Longer windows go through the cache, in pieces, with the same numbers."""
+    if preset == "llama":
+        folder = folders["one"]
+    else:
+        torch.manual_seed(3)
+        sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+        config = PathAttentionConfig.from_preset(
+            preset, vocab_size=VOCABULARY, initializer_range=0.5, **sizes
+        )
+        folder = tmp_path / "model"
+        PathAttentionForCausalLM(config).save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+    whole = perplexity_by_length({"m": folder}, corpus, lengths=LENGTHS, targets=4)
+    read, load = [], module.load_model
+
+    def watched(*args, **kwargs):
+        model = load(*args, **kwargs)
+        model.get_input_embeddings().register_forward_pre_hook(
+            lambda _, inputs: read.append(inputs[0].numel())
+        )
+        return model
+
+    monkeypatch.setattr(module, "load_model", watched)
+    rows = perplexity_by_length({"m": folder}, corpus, lengths=LENGTHS, targets=4, batch_tokens=12)
+    assert max(read) <= 12
+    for a, b in zip(rows, whole, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
 
 

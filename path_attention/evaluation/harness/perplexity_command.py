@@ -55,7 +55,7 @@ class EvaluatePerplexityByLength:
     device: str = "auto"
     """cpu, cuda, cuda:1 …; auto takes a GPU where there is one."""
     batch_tokens: int = 8192
-    """Context tokens read at once (one window at least)."""
+    """Context tokens read at once: of several windows, or pieces of one through the cache."""
     seed: int = 0
     """Of the choice of windows and of the bootstrap."""
 
