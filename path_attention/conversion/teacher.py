@@ -18,7 +18,12 @@ from torch import Tensor, nn
 from path_attention.models import PRESETS, PathAttentionConfig, PathAttentionForCausalLM
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import (
+        GenerationConfig,
+        PreTrainedConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+    )
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 TARGETS = ("path", "path_fox", "fox", "rope")
@@ -79,7 +84,7 @@ def load_teacher_config(source: str | Path) -> tuple[PathAttentionConfig, int | 
 
     Raises ValueError where `teacher_config` does, or if there is no such model.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, GenerationConfig
 
     where, more = _locate(source)
     try:
@@ -87,7 +92,11 @@ def load_teacher_config(source: str | Path) -> tuple[PathAttentionConfig, int | 
     except OSError as error:
         reason = (str(error).splitlines() or [""])[0]
         raise ValueError(f"MODEL: {str(source)!r} can't be loaded: {reason}") from error
-    return teacher_config(config)
+    try:
+        generation = None if more else GenerationConfig.from_pretrained(where)
+    except OSError:  # a model needs none
+        generation = None
+    return teacher_config(_with_ends(config, generation))
 
 
 def load_teacher(source: str | Path, dtype: torch.dtype = torch.float32) -> Teacher:
@@ -106,7 +115,9 @@ def as_teacher(model: PreTrainedModel, name: str = "the model") -> Teacher:
 
     Raises ValueError where `teacher_config` does.
     """
-    config, window = teacher_config(cast(Any, model.config))
+    config, window = teacher_config(
+        _with_ends(cast(Any, model.config), getattr(model, "generation_config", None))
+    )
     if isinstance(model, PathAttentionForCausalLM):
         return Teacher(model.eval(), window, name)
     with torch.device("meta"):
@@ -172,6 +183,17 @@ def _locate(source: str | Path) -> tuple[str, dict[str, str]]:
     if (path / "model" / "config.json").is_file():
         return str(path / "model"), {}
     return str(source), {}
+
+
+def _with_ends(config: PreTrainedConfig, generation: GenerationConfig | None) -> PreTrainedConfig:
+    """The configuration with the end tokens that the model generates by: a chat model's end of a
+    turn is named there alone, as Llama 3's."""
+    ends: Any = None if generation is None else generation.eos_token_id
+    if ends is None:
+        return config
+    config = copy.copy(config)
+    config.eos_token_id = ends
+    return config
 
 
 def teacher_config(config: PreTrainedConfig) -> tuple[PathAttentionConfig, int | None]:

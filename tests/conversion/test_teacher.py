@@ -10,7 +10,9 @@ from path_attention import Packing
 from path_attention.conversion.teacher import (
     as_teacher,
     copy_model,
+    load_pretrained,
     load_teacher,
+    load_teacher_config,
     load_teacher_tokenizer,
     student_config,
     teacher_config,
@@ -94,6 +96,22 @@ def test_from_a_folder_and_from_our_own(family: str, tmp_path) -> None:
     teacher.model.save_pretrained(tmp_path / "run" / "model")
     again = load_teacher(tmp_path / "run")
     assert torch.equal(again.model(ids).logits, teacher.model(ids).logits)
+
+
+def test_end_tokens_are_those_the_model_generates_by(tmp_path) -> None:
+    """A chat model's end of a turn stands in its generation_config.json alone (Llama 3)."""
+    model = make_teacher("llama")
+    model.generation_config.eos_token_id = [2, 5]
+    model.save_pretrained(tmp_path / "theirs")
+    config, _ = load_teacher_config(tmp_path / "theirs")
+    assert config.eos_token_id == [2, 5] == as_teacher(model).model.config.eos_token_id
+    assert model.config.eos_token_id == 2
+    teacher = load_teacher(tmp_path / "theirs").model
+    student = copy_model(teacher, student_config(config, "path"))
+    student.save_pretrained(tmp_path / "ours")
+    assert load_pretrained(tmp_path / "ours").generation_config.eos_token_id == [2, 5]
+    (tmp_path / "theirs" / "generation_config.json").unlink()
+    assert load_teacher_config(tmp_path / "theirs")[0].eos_token_id == 2
 
 
 def test_the_exchange_starts_at_the_teacher_and_ends_at_path() -> None:
