@@ -26,7 +26,10 @@ def write_card(
 
     rows: of the report; completions are read from `out`/report.
     """
-    mixture = CorpusMixture.open(recipe.data) if recipe.data else None
+    data, stage_data = (
+        CorpusMixture.open(given).info if given else None
+        for given in (recipe.data, recipe.stage_data)
+    )
     stages = [
         {"stage": name, "trained_tokens": stage.steps * stage.batch_tokens}
         for name, stage in recipe.stages()
@@ -39,7 +42,8 @@ def write_card(
         "start": recipe.start,
         "stages": stages,
         "recipe": dataclasses.asdict(recipe),
-        "data": None if mixture is None else mixture.info,
+        "data": data,
+        "stage_data": stage_data,
         "report": list(rows),
     }
     write_whole(out / "conversion_card.json", json.dumps(card, indent=1, default=str) + "\n")
@@ -54,18 +58,12 @@ def _readme(
     rows: Sequence[Mapping[str, Any]],
     completions: Sequence[Mapping[str, Any]],
 ) -> str:
-    sources = "none"
-    if card["data"] is not None:
-        sources = "; ".join(
-            f"{', '.join(part['recipe']['sources'])} (weight {part['weight']})"
-            for part in card["data"]["parts"]
-        )
     trained = ", ".join(f"{s['stage']} {s['trained_tokens']:,}" for s in card["stages"]) or "none"
     facts = {
         "teacher": card["teacher"],
         "encoding": recipe.to,
         "start of w, β and gates": recipe.start,
-        "data": sources,
+        "data": _data(card, recipe),
         "tokens trained on": trained,
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
@@ -91,6 +89,23 @@ A RoPE language model whose position encoding was exchanged for {recipe.to} by `
     model = AutoModelForCausalLM.from_pretrained(FOLDER)
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 """
+
+
+def _data(card: Mapping[str, Any], recipe: ConversionRecipe) -> str:
+    """The sources of what was trained on, by stage where stages have corpora of their own."""
+    stages: dict[str, list[str]] = {}
+    for name, _ in recipe.stages():
+        own = recipe.stage_data and name != "pretraining"
+        stages.setdefault("stage_data" if own else "data", []).append(name)
+    texts = {}
+    for key in stages or ("data",):
+        parts = [] if card[key] is None else card[key]["parts"]
+        texts[key] = "; ".join(
+            f"{', '.join(part['recipe']['sources'])} (weight {part['weight']})" for part in parts
+        )
+    if "stage_data" not in texts:
+        return texts["data"] or "none"
+    return ". ".join(f"{', '.join(stages[key])}: {text}" for key, text in texts.items())
 
 
 def _stages(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -19,7 +19,7 @@ from path_attention.conversion.teacher import load_teacher, student_config
 from path_attention.models import PathAttentionConfig, PathAttentionForCausalLM, load_model
 from path_attention.models.loading import load_tokenizer
 from path_attention.results import read_result
-from path_attention.training.corpus import build_corpus
+from path_attention.training.corpus import TokenCorpus, build_corpus
 from path_attention.training.log import read_log
 from path_attention.training.processes import Processes
 
@@ -70,6 +70,29 @@ def test_it_leaves_a_model_a_report_and_a_card(converted, pretrained) -> None:
     for words in (f"| {pretrained.name} |", "path_fox", "near_zero", "logits 512", "the teacher |"):
         assert words in card
     assert f"{models[-1]['perplexity']:.3f}" in card
+
+
+def test_the_card_names_what_each_stage_was_trained_on(paths, tmp_path) -> None:
+    from path_attention.conversion.card import write_card
+
+    recipe = small_conversion(paths)
+    alone = replace(recipe, "pretraining", tokens=0)
+    first, second = ((f"{path}=1",) for path in paths)
+    (tmp_path / "model").mkdir()
+    config = PathAttentionConfig.from_preset("rope")
+    for given, line in (
+        (dataclasses.replace(alone, data=(), stage_data=second), "attention, logits: {b}"),
+        (
+            dataclasses.replace(recipe, data=first, stage_data=second),
+            "attention, logits: {b}. pretraining: {a}",
+        ),
+        (dataclasses.replace(recipe, data=first), "{a}"),
+    ):
+        write_card(tmp_path, "teacher", given, config, [])
+        names = [TokenCorpus.open(path).info["recipe"]["sources"][0] for path in paths]
+        a, b = (f"{name} (weight 1)" for name in names)
+        card = (tmp_path / "model" / "README.md").read_text()
+        assert f"| data | {line.format(a=a, b=b)} |" in card
 
 
 def test_the_reports_numbers_are_those_of_whole_models(converted, pretrained, paths) -> None:
