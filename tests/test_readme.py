@@ -27,7 +27,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]*)\)")
 NUMBER = re.compile(r"(?<![\w.])[−-]?\d[\d,]*(?:\.\d+)?")
 # Numbers that nobody measured: versions, sizes of a machine, times allowed, lengths chosen.
-NOT_MEASURED = {"2", "3", "3.10", "3.11", "8", "10", "16", "64", "128", "256", "512", "1,024"}
+NOT_MEASURED = {"2", "3", "3.11", "8", "10", "16", "64", "128", "256", "512", "1,024"}
 NOT_MEASURED |= {"2,048", "4,096", "8,192", "16,384", "32,768", "131,072", "32", "1.9"}
 NOT_MEASURED |= {"1.9999", "1.999", "1", "24", "1,536"}
 
@@ -146,7 +146,7 @@ def test_quotes_are_checked(tmp_path, text, anchor, right):
         ("| model | 256 |\n|---|---|\n| path | 7.2 |", ["7.2"]),
         ("| model | 256 |\n|---|---|\n| path | [7.2](docs/log.md) |", ["7.2"]),
         ("| model | 257 |\n|---|---|\n| path | |", ["257"]),
-        ("It is 3.7 times as fast, on Python 3.10.", ["3.7"]),
+        ("It is 3.7 times as fast, on Python 3.11.", ["3.7"]),
         ("`x = 3.7`\n```\n3.7\n```\n[3.7](results/x.json#a=b&column=c)", []),
     ],
 )

@@ -56,7 +56,7 @@ class Call:
         while left:
             try:
                 n, piece = await asyncio.wait_for(self._came.get(), seconds)
-            except asyncio.TimeoutError:  # in Python 3.10 a class of its own
+            except TimeoutError:
                 yield None
                 continue
             if isinstance(piece, Refused):

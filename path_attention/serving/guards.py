@@ -98,7 +98,7 @@ class Guards:
         seconds = self.settings.client_seconds
         try:
             return await asyncio.wait_for(self._read(scope, headers, receive), seconds)
-        except asyncio.TimeoutError:  # in Python 3.10 a class of its own
+        except TimeoutError:
             raise Refused(
                 f"the body took more than {seconds:g} seconds",
                 status=408, kind="timeout_error", code="timeout",
