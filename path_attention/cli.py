@@ -295,7 +295,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         missing, extra = str(error), "train"
         for name, brings in {"lm_eval": "evaluate", **dict.fromkeys(_SERVE, "serve")}.items():
             extra = brings if name in missing else extra
-        _fail(f"{error}; `pip install 'path-attention[{extra}]'` brings what the commands need")
+        _fail(f"{error}; `pip install '.[{extra}]'` in a clone brings what the commands need")
 
 
 def _run(words: list[str]) -> None:
