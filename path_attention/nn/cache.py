@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from path_attention.nn.cache_storage import Buffers, sums_behind
+from path_attention.nn.cache_storage import Buffers, lasting, sums_behind
 from path_attention.nn.cache_units import SealedUnits
 from path_attention.nn.encoding import Chunk
 from path_attention.ops.decode import (
@@ -96,7 +96,7 @@ class LayerCache(SealedUnits):
             `[B, T, HQ, DV]` in out's dtype: the attention to past and chunk together.
         """
         result, moved = None, None
-        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        with lasting(), torch.autocast(q.device.type, enabled=False):
             self._begin("moved", k)
             raw = named_inputs(k, v, w, beta, log_forget, chunk.valid)
             gates = raw.get("log_forget")
@@ -121,7 +121,7 @@ class LayerCache(SealedUnits):
         One call of SDPA over all keys while they lie in one buffer, which a fork ends, unless it
         would want a large mask.
         """
-        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        with lasting(), torch.autocast(q.device.type, enabled=False):
             self._begin("plain", k)
             if self.seen and self._takes_one_call(q, chunk.valid):
                 self._advance(chunk, {"k": k, "v": v}, k)
@@ -157,7 +157,7 @@ class LayerCache(SealedUnits):
             `[B, T, HQ, DV]` in out's dtype.
         """
         past = None
-        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        with lasting(), torch.autocast(q.device.type, enabled=False):
             self._begin("plain", k)
             if self.seen:
                 groups = self._past().groups
@@ -186,7 +186,7 @@ class LayerCache(SealedUnits):
         # The state at the next border comes by the way if that lies inside the chunk.
         border = units * self.unit - self.tail.length
         if units and border <= 0:
-            with torch.no_grad():
+            with lasting():
                 start = self._state_after(units * self.unit)
         outs, after = [], before
         for part in (slice(0, max(0, border)), slice(max(0, border), None)):
@@ -196,10 +196,10 @@ class LayerCache(SealedUnits):
                 outs.append(out)
             if part.stop:
                 start = after
-        with torch.no_grad():
+        with lasting():
             if after is None:
                 raise ValueError("q: expected at least one token, got none")
-            self._states = (None if start is None else start.detach(), after.detach())
+            self._states = (None if start is None else _as_constant(start), _as_constant(after))
             first = not self.seen
             self._advance(chunk, {name: x.detach() for name, x in raw.items()}, k)
         out = torch.cat(outs, 1)
@@ -264,6 +264,11 @@ class LayerCache(SealedUnits):
         keys = tail["moved"] if "w" in tail.buffers else tail["k"]
         now = KeyGroup(keys, tail["v"], decay=decay, valid=tail.get("valid"))
         return Past(tuple(groups), now, self._transition, total)
+
+
+def _as_constant(x: Tensor) -> Tensor:
+    """x without its history; outside of inference mode one made inside can be no input."""
+    return x.clone() if x.is_inference() else x.detach()
 
 
 def constant(source: Tensor, value: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from path_attention.nn.cache_storage import (
     Tail,
     last_records,
     lasting,
+    lasting,
     records_at,
     sums_behind,
 )
@@ -247,6 +248,7 @@ class SealedUnits:
             )
 
     @lasting()
+    @lasting()
     def crop(self, length: int) -> None:
         """Keep the first `length` columns, exactly as if the others had never come.
 
@@ -338,6 +340,7 @@ class SealedUnits:
         return linear_attention(q, **raw, state=start)[1]  # pyright: ignore[reportArgumentType]
 
     @lasting()
+    @lasting()
     def fork(self: _Self) -> _Self:
         """Another cache of the same past, which shares every sealed unit by reference.
 
@@ -417,6 +420,7 @@ class SealedUnits:
         return cache
 
     @lasting()
+    @lasting()
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the batch, in this order: beam search, repetition, pruning.
 
@@ -435,6 +439,7 @@ class SealedUnits:
         self.tail.select(rows)
         self._map(lambda x: x.index_select(0, rows))
 
+    @lasting()
     @lasting()
     def move(self, device: torch.device) -> None:
         """Take everything to a device, shared units too."""

@@ -25,7 +25,7 @@ from path_attention.nn.cache_state import (
     set_tail,
     write_tokens,
 )
-from path_attention.nn.cache_storage import Buffers, Tail, last_records, records_at
+from path_attention.nn.cache_storage import Buffers, Tail, last_records, lasting, records_at
 from path_attention.nn.cache_units import unit_length
 from path_attention.nn.encoding import Chunk
 from path_attention.ops.decode import (
@@ -108,7 +108,7 @@ class StaticLayerCache(LayerCache):
             raise ValueError(f"cache: expected {lacks} with a static cache")
         if T > STEP:
             return super().attend(q, k, v, w, beta, log_forget, scale=scale, chunk=chunk)
-        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        with lasting(), torch.autocast(q.device.type, enabled=False):
             self._factors = 1 if w is None else _factors(w)
             self.settle()
             if self.state is None:
@@ -129,7 +129,7 @@ class StaticLayerCache(LayerCache):
             return
         if self.kind == "linear":
             raise ValueError("cache: expected the softmax normalizer with a static cache")
-        with torch.no_grad():
+        with lasting():
             state, done = self._settle_groups()
             if self.kind == "moved" and self.tail.length:
                 write_tokens(
@@ -343,8 +343,7 @@ class StaticLayerCache(LayerCache):
         if self.state is None:
             super()._take_back(length)
         elif length < self.seen:
-            with torch.no_grad():
-                self._take_back_in_place(length)
+            self._take_back_in_place(length)
 
     def _take_back_in_place(self, length: int) -> None:
         state, unit = self._settled, self.unit
@@ -366,6 +365,7 @@ class StaticLayerCache(LayerCache):
         state.seen.fill_(length)
         self.seen = length
 
+    @lasting()
     def fork(self: _Self) -> _Self:
         """Another cache of the same past; once settled, a copy of all of it."""
         other = super().fork()
@@ -378,6 +378,7 @@ class StaticLayerCache(LayerCache):
             other._lengths = None if self._lengths is None else self._lengths.clone()
         return other
 
+    @lasting()
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the batch, in this order; once settled, by copying."""
         if self.state is None:
@@ -394,6 +395,7 @@ class StaticLayerCache(LayerCache):
             return
         self._replace(lambda x: x.index_select(0, rows))
 
+    @lasting()
     def move(self, device: torch.device) -> None:
         """Take everything to a device."""
         if self.state is None:

@@ -191,6 +191,30 @@ def test_an_offloaded_cache_is_the_same(make_model) -> None:
         torch.testing.assert_close(torch.cat(parts, 1), model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("preset", ["path_fox", "rope", "path_linear"])
+@pytest.mark.parametrize("change", ["none", "crop", "reorder", "fork"])
+def test_a_cache_made_in_inference_mode_goes_on_outside_of_it(make_model, preset, change) -> None:
+    model = make_model(preset)
+    ids = torch.randint(1, 64, (2, 150))
+    whole = model(ids, use_cache=False).logits
+    with torch.inference_mode():
+        cache = model(ids[:, :99])[CACHE_NAME]
+        model(ids[:, 99:100], past_key_values=cache)
+        if change == "crop":
+            crop_cache(cache, 98)
+        elif change == "reorder":
+            cache.reorder_cache(torch.tensor([1, 0]))
+        elif change == "fork":
+            cache = fork_cache(cache)
+    if change == "reorder":
+        ids, whole = ids.flip(0), whole.flip(0)
+    for enabled, size in ((True, 1), (False, 1), (True, 30), (False, 18)):
+        seen = cache.get_seq_length()
+        with torch.set_grad_enabled(enabled):
+            out = model(ids[:, seen : seen + size], past_key_values=cache).logits
+        torch.testing.assert_close(out, whole[:, seen : seen + size], rtol=1e-4, atol=1e-4)
+
+
 def test_rows_of_a_cache_can_be_repeated_selected_and_reset(make_model) -> None:
     model = make_model()
     torch.manual_seed(8)
