@@ -119,6 +119,7 @@ class NextToken(Objective):
             state = merge_adapters(state, self.choices.lora)
         if self._exchanged:
             config.transport, config.rope_frequencies = "householder", None
+            config.nope_layers = None
         return config, state
 
     def _trains(self, name: str) -> bool:

@@ -318,7 +318,7 @@ def student_config(
         raise ValueError(f"to: expected one of {list(TARGETS)}, got {to!r}")
     config = copy.deepcopy(teacher)
     fields = {**PRESETS[to], **overrides}
-    if to != "rope":
+    if to != "rope" and not keep_rope:
         fields["nope_layers"] = None
     if keep_rope:
         if fields["transport"] != "householder":

@@ -24,7 +24,8 @@ class PathAttentionConfig(AttentionConfig, PreTrainedConfig):
         tie_word_embeddings: the output projection is the embedding.
         max_position_embeddings: the context trained at, for tools that ask; nothing depends on it
             and no length is refused.
-        nope_layers: numbers of the layers (from 0) whose transport is "none" whatever the others'.
+        nope_layers: numbers of the layers (from 0) without RoPE: their transport is "none" whatever
+            the others', "householder" beside "rotary_householder".
         use_cache: whether a forward outside training returns a cache when not told.
         pad_token_id, bos_token_id, eos_token_id: as in transformers.
     """
@@ -82,7 +83,8 @@ class PathAttentionConfig(AttentionConfig, PreTrainedConfig):
         if number not in (self.nope_layers or ()):
             return self
         config = copy.copy(self)
-        config.transport = "none"
+        kept = self.transport == "rotary_householder"
+        config.transport = "householder" if kept else "none"
         return config
 
     @classmethod

@@ -19,6 +19,7 @@ from path_attention.conversion.teacher import (
     is_encoding,
     student_config,
 )
+from path_attention.nn.encoding import RotaryHouseholder
 from path_attention.training.flops import attention_size, linear_weights
 from path_attention.training.processes import Processes
 from path_attention.training.recipe import DataRecipe, ModelRecipe, Recipe
@@ -207,6 +208,11 @@ def test_the_exchanges_share_falls_to_nothing() -> None:
     assert shares == {0.5}
     config, _ = objective.exported(student.config, {})
     assert (config.transport, config.rope_frequencies) == ("householder", None)
+    _, student = make_pair("smollm3", "path", keep_rope=True)
+    kinds = [layer.attention.transport for layer in student.model.layers]
+    assert [isinstance(kind, RotaryHouseholder) for kind in kinds] == [True, False]
+    config, _ = prepared(NextToken(half), student).exported(student.config, {})
+    assert (config.transport, config.nope_layers) == ("householder", None)
 
 
 def test_contradictions_are_refused() -> None:
