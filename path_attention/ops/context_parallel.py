@@ -24,8 +24,14 @@ from path_attention.ops.arguments import (
     check_tensors,
     unit_directions,
 )
-from path_attention.ops.context_ring import Block, Ring
-from path_attention.ops.context_split import ContextSplit, gather_runs, sum_runs, uncompiled
+from path_attention.ops.context_ring import Block, Pair, Ring, pairs
+from path_attention.ops.context_split import (
+    ContextSplit,
+    attend_runs,
+    gather_runs,
+    sum_runs,
+    uncompiled,
+)
 from path_attention.ops.path import path_attention
 from path_attention.ops.rectangle import Rectangle
 from path_attention.ops.transport import chunk_transport
@@ -69,9 +75,14 @@ def context_parallel_attention(
     split.check_tokens("q", q)
     scale = float(q.shape[3] ** -0.5 if scale is None else scale)
     w = unit_directions(w)
+
+    def attend(*x: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+        options |= {"scale": scale, "implementation": implementation}
+        return path_attention(*x, return_lse=True, **options)  # type: ignore[arg-type]
+
     with torch.autocast(q.device.type, enabled=False):
         inputs = (q, k, v, w, beta, log_forget)
-        out, lse = _attend_runs(inputs, split, scale, implementation)
+        out, lse = attend_runs(attend, inputs, split)
         heads, tails = _borders(inputs, split, scale)
         out, lse = cast(
             tuple[Tensor, Tensor], _Meet.apply(out, lse, split, k.shape[2], *heads, *tails)
@@ -80,29 +91,6 @@ def context_parallel_attention(
 
 
 _Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
-
-
-def _attend_runs(
-    inputs: _Inputs, split: ContextSplit, scale: float, implementation: str | None
-) -> tuple[Tensor, Tensor]:
-    """Attention of each run's pieces to themselves."""
-
-    def attend(*x: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
-        options |= {"scale": scale, "implementation": implementation}
-        return path_attention(*x, return_lse=True, **options)  # type: ignore[arg-type]
-
-    packing = split.packing(inputs[0].device)
-    if packing is not None:
-        return attend(*inputs, cu_seqlens=packing)
-    sizes = [split.length(run) for run in split.runs]
-    if sizes[0] == sizes[1]:  # as one batch of twice as many sequences
-        B = len(inputs[0])
-        both = (None if x is None else x.unflatten(1, (2, -1)).flatten(0, 1) for x in inputs)
-        out, lse = attend(*both)
-        return out.unflatten(0, (B, 2)).flatten(1, 2), lse.unflatten(0, (B, 2)).flatten(1, 2)
-    runs = zip(*((None, None) if x is None else x.split(sizes, 1) for x in inputs), strict=True)
-    parts = [attend(*run) for run in runs]
-    return torch.cat([o for o, _ in parts], 1), torch.cat([lse for _, lse in parts], 1)
 
 
 class _Heads(NamedTuple):
@@ -190,15 +178,6 @@ def _move(
 # --- Runs meet -----------------------------------------------------------------------------------
 
 
-class _Pair(NamedTuple):
-    """Queries of one of this process's runs and keys of an earlier run that is at hand."""
-
-    slot: int  # which of the two
-    rows: slice  # of the heads
-    columns: slice  # of the tails at hand
-    step: int  # how many runs lie between
-
-
 class _Meet(torch.autograd.Function):
     """Merge each head's own attention with all the keys before its run.
 
@@ -211,11 +190,11 @@ class _Meet(torch.autograd.Function):
         heads, tails = _unpack(parts)
         routes = _Routes.of(split, tails)
         merged, merged_lse = out.clone(), lse.clone()
-        own, own_lse = _take_heads(split, out), _take_heads(split, lse)
+        own, own_lse = split.take_heads(out), split.take_heads(lse)
         o, l = own.to(lse.dtype, copy=True), own_lse.clone()
         ring = Ring(split, Block(tails.k, tails.v, tails.decay))
         for owner, block in ring.rounds():
-            for pair in _pairs(split, owner):
+            for pair in pairs(split, owner):
                 rectangle = routes.rectangle(pair, heads, block, H)
                 part, part_lse = rectangle.attend()
                 both = torch.logaddexp(l[:, pair.rows], part_lse)
@@ -223,8 +202,8 @@ class _Meet(torch.autograd.Function):
                 o[:, pair.rows] += part.to(o.dtype) * (part_lse - both).exp()[..., None]
                 l[:, pair.rows] = both
         o = o.to(out.dtype)
-        _put_heads(split, merged, o)
-        _put_heads(split, merged_lse, l)
+        split.put_heads(merged, o)
+        split.put_heads(merged_lse, l)
         ctx.save_for_backward(own, own_lse, o, l, *parts)
         ctx.split, ctx.H, ctx.shape = split, H, out.shape
         ctx.set_materialize_grads(False)
@@ -237,7 +216,7 @@ class _Meet(torch.autograd.Function):
         split, (heads, tails) = ctx.split, _unpack(parts)
         whole = out.new_zeros(ctx.shape) if grad_out is None else grad_out.contiguous().clone()
         whole_lse = lse.new_zeros(ctx.shape[:3]) if grad_lse is None else grad_lse.clone()
-        top, top_lse = _take_heads(split, whole), _take_heads(split, whole_lse)
+        top, top_lse = split.take_heads(whole), split.take_heads(whole_lse)
         given_lse = grad_lse is not None
         share = (own_lse - lse).exp()
         apart = ((own.to(lse.dtype) - out.to(lse.dtype)) * top).sum(-1)
@@ -250,7 +229,7 @@ class _Meet(torch.autograd.Function):
         ring = Ring(split, Block(tails.k, tails.v, tails.decay))
         for owner, block in ring.rounds():
             travelling = block.map(lambda x: x.new_zeros(x.shape, dtype=lse.dtype))
-            for pair in _pairs(split, owner):
+            for pair in pairs(split, owner):
                 part = routes.rectangle(pair, heads, block, ctx.H).backward(
                     top[:, pair.rows],
                     out[:, pair.rows],
@@ -265,43 +244,14 @@ class _Meet(torch.autograd.Function):
             ring.pass_on(travelling)
         home = ring.home()
         d_transition, d_total = routes.close(grads)
-        _put_heads(split, whole, own_grad)
-        _put_heads(split, whole_lse, own_grad_lse)
+        split.put_heads(whole, own_grad)
+        split.put_heads(whole_lse, own_grad_lse)
         d_tails = (home.k.to(tails.k.dtype), home.v.to(tails.v.dtype), home.decay)
         return whole, whole_lse, None, None, grads.q, grads.decay, *d_tails, d_transition, d_total
 
 
 def _unpack(parts: Sequence[Any]) -> tuple[_Heads, _Tails]:
     return _Heads(*parts[:2]), _Tails(*parts[2:])
-
-
-def _take_heads(split: ContextSplit, x: Tensor) -> Tensor:
-    """x `[B, tokens, …]` of the tokens whose document began before their run."""
-    first, second = split.runs
-    heads = x[:, : split.head(first)], x[:, split.length(first) :][:, : split.head(second)]
-    return torch.cat(heads, 1)
-
-
-def _put_heads(split: ContextSplit, x: Tensor, heads: Tensor) -> None:
-    """The reverse, in place."""
-    first, second = split.runs
-    begin = split.head(first)
-    x[:, :begin] = heads[:, :begin]
-    x[:, split.length(first) :][:, : split.head(second)] = heads[:, begin:]
-
-
-def _pairs(split: ContextSplit, owner: int) -> list[_Pair]:
-    """The meetings of this process's heads with the tails of process `owner`."""
-    found, row = [], 0
-    for slot, run in enumerate(split.runs):
-        rows = slice(row, row + split.head(run))
-        row, column = rows.stop, 0
-        for other in split.runs_of(owner):
-            columns = slice(column, column + split.tail(other))
-            column = columns.stop
-            if other in split.reach(run):
-                found.append(_Pair(slot, rows, columns, run - 1 - other))
-    return found
 
 
 class _Gradients(NamedTuple):
@@ -360,7 +310,7 @@ class _Routes:
                     total = total + totals[other]
         return cls(split, transitions, totals, moves, between)
 
-    def rectangle(self, pair: _Pair, heads: _Heads, block: Block, H: int) -> Rectangle:
+    def rectangle(self, pair: Pair, heads: _Heads, block: Block, H: int) -> Rectangle:
         """The scores of a pair: queries moved on to the keys' place, in the keys' dtype."""
         q = heads.q[:, pair.rows]
         if pair.step and self.transitions is not None:
@@ -376,7 +326,7 @@ class _Routes:
         return Rectangle(q.to(k.dtype), k, v, decay, columns)
 
     def add(
-        self, grads: _Gradients, pair: _Pair, heads: _Heads, dq: Tensor, ddecay: Tensor | None
+        self, grads: _Gradients, pair: Pair, heads: _Heads, dq: Tensor, ddecay: Tensor | None
     ) -> None:
         """Add what a rectangle's gradients are to this process's queries, moves and gates."""
         if pair.step and grads.moves is not None:

@@ -88,3 +88,26 @@ def _arrived(exchange: tuple[Block, list[Any]]) -> Block:
     for work in works:
         work.wait()
     return block
+
+
+class Pair(NamedTuple):
+    """Queries of one of this process's runs and keys of an earlier run that is at hand."""
+
+    slot: int  # which of the two
+    rows: slice  # of the heads
+    columns: slice  # of the tails at hand
+    step: int  # how many runs lie between
+
+
+def pairs(split: ContextSplit, owner: int) -> list[Pair]:
+    """The meetings of this process's heads with the tails of process `owner`."""
+    found, row = [], 0
+    for slot, run in enumerate(split.runs):
+        rows = slice(row, row + split.head(run))
+        row, column = rows.stop, 0
+        for other in split.runs_of(owner):
+            columns = slice(column, column + split.tail(other))
+            column = columns.stop
+            if other in split.reach(run):
+                found.append(Pair(slot, rows, columns, run - 1 - other))
+    return found

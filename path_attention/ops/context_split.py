@@ -171,6 +171,28 @@ class ContextSplit:
             [x.narrow(dim, self.borders[run], self.length(run)) for run in self.runs], dim
         )
 
+    def take_heads(self, x: Tensor) -> Tensor:
+        """x `[B, tokens, …]` of this process's tokens whose document began before their run."""
+        parts = x.split([self.length(run) for run in self.runs], 1)
+        heads = [part[:, : self.head(run)] for run, part in zip(self.runs, parts, strict=True)]
+        return torch.cat(heads, 1)
+
+    def put_heads(self, x: Tensor, heads: Tensor) -> None:
+        """The reverse, in place."""
+        first, second = self.runs
+        begin = self.head(first)
+        x[:, :begin] = heads[:, :begin]
+        x[:, self.length(first) :][:, : self.head(second)] = heads[:, begin:]
+
+    def take_tails(self, x: Tensor) -> Tensor:
+        """x `[B, tokens, …]` of this process's tokens whose document goes on behind their run."""
+        parts = x.split([self.length(run) for run in self.runs], 1)
+        tails = [
+            part[:, part.shape[1] - self.tail(run) :]
+            for run, part in zip(self.runs, parts, strict=True)
+        ]
+        return torch.cat(tails, 1)
+
     def positions(self, device: torch.device | str = "cpu") -> Tensor:
         """int64 `[1, tokens]`: each of this process's tokens' position in its document."""
         parts = [
@@ -288,6 +310,30 @@ class ContextSplit:
     def _check(self, name: str, tokens: int, expected: int) -> None:
         if tokens != expected:
             raise ValueError(f"{name}: expected {expected} tokens, got {tokens}")
+
+
+def attend_runs(
+    attend: Callable[..., tuple[Tensor, Tensor]],
+    inputs: Sequence[Tensor | None],
+    split: ContextSplit,
+) -> tuple[Tensor, Tensor]:
+    """Both results of `attend(*inputs, cu_seqlens=…)`, each run's pieces by themselves.
+
+    Inputs and results are `[B, tokens, …]`; `cu_seqlens` is left out without packed documents.
+    """
+    present = next(x for x in inputs if x is not None)
+    packing = split.packing(present.device)
+    if packing is not None:
+        return attend(*inputs, cu_seqlens=packing)
+    sizes = [split.length(run) for run in split.runs]
+    if sizes[0] == sizes[1]:  # as one batch of twice as many sequences
+        B = len(present)
+        both = (None if x is None else x.unflatten(1, (2, -1)).flatten(0, 1) for x in inputs)
+        out, lse = attend(*both)
+        return out.unflatten(0, (B, 2)).flatten(1, 2), lse.unflatten(0, (B, 2)).flatten(1, 2)
+    runs = zip(*((None, None) if x is None else x.split(sizes, 1) for x in inputs), strict=True)
+    parts = [attend(*run) for run in runs]
+    return torch.cat([o for o, _ in parts], 1), torch.cat([lse for _, lse in parts], 1)
 
 
 def gather_runs(x: Tensor, split: ContextSplit) -> Tensor:
