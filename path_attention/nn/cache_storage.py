@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -202,13 +201,6 @@ class Tail:
             self.set("valid", _ones(new["valid"], self.length))
         elif "valid" in self.buffers and "valid" not in new:
             new["valid"] = _ones(self.buffers["valid"], count)
-
-
-@contextmanager
-def lasting() -> Iterator[None]:
-    """Without gradients; and what is made here in inference mode can be written outside of it."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from path_attention.nn.cache_storage import (
     Tail,
     last_records,
     lasting,
-    lasting,
     records_at,
     sums_behind,
 )
@@ -248,7 +247,6 @@ class SealedUnits:
             )
 
     @lasting()
-    @lasting()
     def crop(self, length: int) -> None:
         """Keep the first `length` columns, exactly as if the others had never come.
 
@@ -340,7 +338,6 @@ class SealedUnits:
         return linear_attention(q, **raw, state=start)[1]  # pyright: ignore[reportArgumentType]
 
     @lasting()
-    @lasting()
     def fork(self: _Self) -> _Self:
         """Another cache of the same past, which shares every sealed unit by reference.
 
@@ -420,7 +417,6 @@ class SealedUnits:
         return cache
 
     @lasting()
-    @lasting()
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the batch, in this order: beam search, repetition, pruning.
 
@@ -439,7 +435,6 @@ class SealedUnits:
         self.tail.select(rows)
         self._map(lambda x: x.index_select(0, rows))
 
-    @lasting()
     @lasting()
     def move(self, device: torch.device) -> None:
         """Take everything to a device, shared units too."""
