@@ -54,7 +54,8 @@ def add_adapters(model: nn.Module, recipe: LoraRecipe, seed: int) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ValueError(
-            f"trainable: expected peft to be installed for 'lora' (`pip install peft`), got {error}"
+            "trainable: expected peft to be installed for 'lora' (`pip install '.[convert]'`), "
+            f"got {error}"
         ) from error
     device = next(model.parameters()).device
     torch.manual_seed(seed)

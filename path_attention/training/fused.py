@@ -32,8 +32,7 @@ def use_fused_kernels(model: nn.Module, device: torch.device) -> None:
         kernels = importlib.import_module("liger_kernel.transformers.functional")
     except ImportError as error:
         raise ValueError(
-            "fused: expected liger-kernel to be installed (`pip install liger-kernel`), "
-            f"got {error}"
+            f"fused: expected liger-kernel to be installed (`pip install '.[fused]'`), got {error}"
         ) from error
     replace_modules(model, kernels)
 
