@@ -25,7 +25,8 @@ class AttentionConfig:
         output_norm: RMSNorm of the output per head, before its projection.
         rms_norm_eps: eps of every RMSNorm.
         transport: name of what moves queries to keys: "none", "rotary", "householder",
-            "accumulated_rotation", "delta_rule", or one registered with `register_transport`.
+            "rotary_householder", "accumulated_rotation", "delta_rule", or one registered with
+            `register_transport`.
         decay: name of what is added to scores along the route: "none", "alibi", "forget", or one
             registered with `register_decay`.
         normalizer: what makes weights of scores: "softmax", "stick_breaking" or "linear" (scores

@@ -46,7 +46,10 @@ class Normalizer(nn.Module):
 
 
 class Softmax(Normalizer):
-    """o_i = Σ_{j≤i} softmax_j(A_ij) v_j: `path_attention`; SDPA without w, β and gate."""
+    """o_i = Σ_{j≤i} softmax_j(A_ij) v_j: `path_attention`.
+
+    SDPA where nothing moves, fades or is packed.
+    """
 
     can_split = True
 
