@@ -83,6 +83,36 @@ def test_ruler_asks_for_what_its_paper_says():
         ruler_sample("cwe", 0, 200, count, BACKGROUND)
 
 
+def test_no_other_needle_has_the_key_that_is_asked_for():
+    few = Background(("One two ten.",))
+    for seed in range(20):
+        sample = ruler_sample("niah_multikey_2", seed, 600, count, few)
+        asked = sample.prefix.split(" for ")[1].split(" mentioned")[0]
+        assert sample.prompt.count(f"numbers for {asked} is") == 1
+
+
+def test_the_three_most_frequent_words_stand_alone():
+    """Of so few words, Zipf's law alone gives the third and the fourth the same count."""
+    for length in range(190, 250, 6):
+        sample = ruler_sample("fwe", 0, length, count, BACKGROUND)
+        coded = Counter(sample.prompt.split("coded words. ", 1)[1].split("\n")[0].split())
+        most = [n for w, n in coded.most_common(5) if w != "..."]
+        assert most[2] > most[3] if len(most) > 3 else len(most) == 3
+
+
+def test_other_documents_are_of_the_same_article_first():
+    """As in RULER, which fills a context with a question's own article before any other."""
+    articles = [tuple(f"Of {n}: part {m}." for m in range(9)) for n in range(9)]
+    questions = [Question("What?", (doc,), (doc,), near) for near in articles for doc in near]
+    for room in (4, 20):
+        length = count(ruler_sample("qa_1", 30, 140, count, BACKGROUND, questions).text) + 10 * room
+        sample = ruler_sample("qa_1", 30, length, count, BACKGROUND, questions)
+        found = re.findall(r"Of (\d): part (\d)", sample.prompt)
+        own = [m for n, m in found if n == "3"]
+        assert len(set(found)) == len(found) and len(set(own)) == len(own) == min(len(found), 9)
+        assert "3" in own and (len(found) < 9) == (room == 4)
+
+
 def test_needles_stand_at_every_depth():
     depths = []
     for seed in range(60):

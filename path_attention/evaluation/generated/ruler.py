@@ -128,7 +128,7 @@ def _needles(
             hay = [
                 _NEEDLE.format(kind=task.values, key=key, value=value)
                 for key, value in zip(
-                    _others(rng, task.keys, units, background),
+                    _others(rng, task.keys, units, background, keys),
                     _draw(rng, task.values, units, background),
                     strict=True,
                 )
@@ -144,13 +144,18 @@ def _needles(
     return build
 
 
-def _others(rng: np.random.Generator, kind: str, count: int, background: Background) -> list[str]:
-    """Keys of the haystack's own needles: pairs of words may repeat one of their halves."""
+def _others(
+    rng: np.random.Generator, kind: str, count: int, background: Background, taken: Sequence[str]
+) -> list[str]:
+    """Keys of the haystack's own needles: pairs of words may repeat, but none that is hidden."""
     if kind != "words":
         return _draw(rng, kind, count, background)
-    words = background.words
-    pairs = rng.integers(len(words), size=(count, 2))
-    return [f"{words[a]}-{words[b]}" for a, b in pairs]
+    words, found = background.words, []
+    while len(found) < count:
+        pairs = rng.integers(len(words), size=(count - len(found), 2))
+        drawn = (f"{words[a]}-{words[b]}" for a, b in pairs)
+        found += [name for name in drawn if name not in taken]
+    return found
 
 
 def _needle_prompt(
@@ -248,6 +253,7 @@ def _frequent_words(seed: int, length: int) -> Callable[[int], Sample]:
         words = ["".join(string.ascii_lowercase[i] for i in row) for row in letters]
         words[0] = "..."
         counts = (units * np.arange(1.0, vocabulary + 1) ** -2 / (np.pi**2 / 6)).astype(int)
+        counts[4:] = np.minimum(counts[4:], counts[3] - 1)  # of few words the next may tie
         text = np.repeat(words, counts)
         rng.shuffle(text)
         prompt = (
@@ -273,11 +279,13 @@ class Question:
         text: the question.
         answers: each is right.
         documents: those that belong to it.
+        near: on the same subject, its own among them: they come before any other.
     """
 
     text: str
     answers: tuple[str, ...]
     documents: tuple[str, ...]
+    near: tuple[str, ...] = ()
 
 
 def _documents(seed: int, length: int, questions: Sequence[Question]) -> Callable[[int], Sample]:
@@ -285,7 +293,9 @@ def _documents(seed: int, length: int, questions: Sequence[Question]) -> Callabl
         raise ValueError("questions: expected those of qa_1 or qa_2, got none")
     asked = questions[seed % len(questions)]
     mine = set(asked.documents)
-    others = sorted({doc for q in questions for doc in q.documents} - mine)
+    near = sorted(set(asked.near) - mine)
+    others = {doc for q in questions for doc in (*q.documents, *q.near)} - mine
+    others = sorted(others.difference(near))
     rule = (
         "Answer the question based on the given documents. Only give me the answer and do not "
         "output any other words."
@@ -293,8 +303,8 @@ def _documents(seed: int, length: int, questions: Sequence[Question]) -> Callabl
 
     def build(units: int) -> Sample:
         rng = np.random.default_rng(seed)
-        more = [others[i] for i in rng.permutation(len(others))[:units]]
-        documents = [*asked.documents, *more]
+        more = [docs[i] for docs in (near, others) for i in rng.permutation(len(docs))]
+        documents = [*asked.documents, *more[:units]]
         rng.shuffle(documents)
         context = "\n\n".join(f"Document {n}:\n{doc}" for n, doc in enumerate(documents, 1))
         prompt = (

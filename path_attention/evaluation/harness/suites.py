@@ -262,9 +262,19 @@ def ruler_suite(sources: Sources) -> list[Planned]:
 
 def _questions(task: str, load: Load) -> list[ruler.Question]:
     if task == "qa_1":
+        rows = list(rows_of(load(_SQUAD), "validation"))
+        articles: dict[str, dict[str, None]] = {}
+        for row in rows:
+            articles.setdefault(row["title"], {})[row["context"]] = None
+        near = {title: tuple(paragraphs) for title, paragraphs in articles.items()}
         return [
-            ruler.Question(row["question"], tuple(row["answers"]["text"]), (row["context"],))
-            for row in rows_of(load(_SQUAD), "validation")
+            ruler.Question(
+                row["question"],
+                tuple(row["answers"]["text"]),
+                (row["context"],),
+                near[row["title"]],
+            )
+            for row in rows
             if row["answers"]["text"]
         ]
     return [
@@ -286,11 +296,16 @@ def babilong_suite(sources: Sources) -> list[Planned]:
     """BABILong at each length; length 0 is the facts alone.
 
     With a background, chains that are made here; else the published samples, whose lengths are 0 or
-    multiples of 1024 ("4k").
+    multiples of 1024 ("4k"). Raises ValueError naming `lengths` on others.
     """
     chosen = sources.chosen(babilong.TASKS)
     planned = []
     background = sources.background and sources.background.without(babilong.WORLD_WORDS)
+    odd = [] if background else [length for length in sources.lengths if length % 1024]
+    if odd:
+        raise ValueError(
+            f"lengths: expected 0 or multiples of 1024 without --background, got {odd}"
+        )
     for length in sources.lengths:
         published = None if background else sources.load(_BABILONG, f"{length // 1024}k")
         for name in chosen:
