@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -409,14 +410,20 @@ def parse_parts(texts: Sequence[str]) -> dict[str, list[str]]:
 
 
 def name_models(folders: Sequence[Path], labels: Sequence[str] = ()) -> dict[str, Path]:
-    """A different label for each folder. Raises ValueError naming `models` or `labels`."""
+    """A different label for each folder: a name that a file may have.
+
+    Raises ValueError naming `models` or `labels`.
+    """
     if not folders:
         raise ValueError("models: expected at least one folder, got none")
     if labels and len(labels) != len(folders):
         raise ValueError(
             f"labels: expected one for each of the {len(folders)} models, got {len(labels)}"
         )
-    names = list(labels) or [f.parent.name if f.name == "model" else f.name for f in folders]
+    whole = [Path(os.path.abspath(folder)) for folder in folders]  # "." has no name
+    names = list(labels) or [f.parent.name if f.name == "model" else f.name for f in whole]
+    if bad := [name for name in names if name in ("", "..") or Path(name).name != name]:
+        raise ValueError(f"labels: expected names of files, got {bad}")
     if len(set(names)) < len(names):
         raise ValueError(f"labels: expected a different one for each model, got {names}")
     return dict(zip(names, folders, strict=True))

@@ -278,10 +278,22 @@ def test_other_tokenizer_is_refused(corpus, tmp_path):
         perplexity_by_length({"m": folder}, corpus, lengths=(8,), targets=4)
 
 
-def test_folders_and_labels(tmp_path):
+def test_folders_and_labels(tmp_path, monkeypatch):
     a, b = Path("runs/a/model"), Path("runs/b")
     assert name_models([a, b]) == {"a": a, "b": b}
     assert name_models([a, b], ["x", "y"]) == {"x": a, "y": b}
+    for here, folder in (
+        (b, Path(".")),
+        (a, Path(".")),
+        (a, Path("..")),
+        (a.parent, Path("model")),
+    ):
+        (tmp_path / here).mkdir(parents=True, exist_ok=True)
+        monkeypatch.chdir(tmp_path / here)
+        assert name_models([folder]) == {here.parts[1]: folder}
+    for bad in ("", "..", "../a", "/a"):
+        with pytest.raises(ValueError, match="labels: expected names of files, got"):
+            name_models([a], [bad])
     with pytest.raises(ValueError, match="labels: expected a different one"):
         name_models([Path("s0/path"), Path("s1/path")])
     with pytest.raises(ValueError, match="labels: expected one for each of the 2"):
