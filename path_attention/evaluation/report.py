@@ -68,8 +68,14 @@ def write_page(folder: Path, samples: int = 5) -> str:
 
 
 def _is_ours(path: Path) -> bool:
-    rows = json.loads(path.read_text(encoding="utf-8")).get("rows") or [{}]
-    return {"column", "metric", "score"} <= rows[0].keys()
+    """Whether a file is a suite's result. Raises ValueError naming `folder` on a damaged one."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"folder: expected undamaged results, {path}: {error}") from error
+    rows = found.get("rows") if isinstance(found, dict) else None
+    first = rows[0] if isinstance(rows, list) and rows else None
+    return isinstance(first, dict) and {"column", "metric", "score"} <= first.keys()
 
 
 def _suite(name: str, result: Mapping[str, Any], folder: Path, samples: int) -> str:

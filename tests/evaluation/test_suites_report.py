@@ -71,3 +71,10 @@ def test_bad_input(tmp_path, folder):
         write_page(tmp_path / "empty")
     with pytest.raises(ValueError, match="samples: expected at least 0, got -1"):
         write_page(folder, -1)
+    page = write_page(folder)
+    for other in ([1, 2], {"rows": [1]}, {"rows": {"a": 1}}, {"rows": []}, 3):
+        (folder / "other.json").write_text(json.dumps(other))
+        assert write_page(folder) == page
+    (folder / "other.json").write_text('{"rows": [')
+    with pytest.raises(ValueError, match=r"folder: expected undamaged results, .*other\.json"):
+        write_page(folder)
