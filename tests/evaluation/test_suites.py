@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 pytest.importorskip("lm_eval")
 
 import datasets
 from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from path_attention import cli
@@ -39,7 +42,9 @@ def rows_of_zero_shot() -> dict[tuple[str, str | None], dict[str, list[dict]]]:
     """Data sets of zero_shot's form, made up."""
     rng = random.Random(0)
     n = range(6)
-    choices = {"text": [sentence(rng, 2) for _ in range(4)], "label": list("ABCD")}
+    odd = "\u2028\u0085 \r"  # ends of lines to some, and not to JSON
+    texts = [sentence(rng, 2) + odd for _ in range(4)]
+    choices = {"text": texts, "label": list("ABCD")}
     arc = [{"question": sentence(rng), "choices": choices, "answerKey": "C"} for _ in n]
     piqa = [
         {"goal": sentence(rng), "sol1": sentence(rng), "sol2": sentence(rng), "label": i % 2}
@@ -285,12 +290,25 @@ def test_what_is_wrong_is_said_before_a_model_is_loaded(
         ("maths_and_code", "--tasks", "theoremqa"): "tasks: lm-eval 0.4.13 has no TheoremQA, so",
         ("phonebook", "--lengths", "40"): "lengths: expected room",
         ("phonebook", "--samples", "0"): "samples: expected at least 1",
+        ("phonebook", "--lengths", "300,300"): "lengths: expected different numbers from 0 on",
+        ("ruler", "--lengths", "-5"): "lengths: expected different numbers from 0 on",
+        ("babilong", "--lengths", "0,1000"): "lengths: expected 0 or multiples of 1024 without",
+        ("phonebook", "--limit", "0"): "limit: expected at least 1, got 0",
+        ("phonebook", "--piece", "0"): "piece: expected at least 1, got 0",
+        ("phonebook", "--context", "0"): "context: expected at least 1, got 0",
+        ("phonebook", "--batch-size", "0"): "batch_size: expected at least 1, got 0",
         ("ruler", "--background", "nowhere.txt"): "sources: expected",
     }
     for words, message in cases.items():
         assert failure(capsys, "evaluate", words[0], *model, *words[1:]).startswith(
             f"error: {message}"
         )
+    for file in (folder / "path").iterdir():
+        if file.name != "chat_template.jinja":
+            (tmp_path / "mute").mkdir(exist_ok=True)
+            (tmp_path / "mute" / file.name).write_bytes(file.read_bytes())
+    message = failure(capsys, "evaluate", "phonebook", str(tmp_path / "mute"), "--chat")
+    assert message.startswith("error: chat: expected a chat template, mute's tokenizer has none")
     monkeypatch.setattr(data, "ROWS", {})
     broken = tmp_path / "broken"
     place = "baber--piqa/default/validation.jsonl"
@@ -364,6 +382,25 @@ def test_programs_are_scored_by_running_them(name, monkeypatch):
         assert [prompt.count(f"Task {n}.") for n in (1, 2, 3, 4, 5)] == [0, 1, 1, 1, 0]
         assert prompt.count("[BEGIN]\n") == 4 and prompt.count("[DONE]") == 3
         assert prompt.endswith("[BEGIN]\n")
+
+
+def test_a_program_keeps_its_first_blank(monkeypatch):
+    """Tokenizers of SentencePiece's kind, as Mistral's, take it off a text's first token."""
+    words = ["<s>", "</s>", "def", "<0x0A>", "▁▁▁", "▁return", "▁x"]
+    made = Tokenizer(WordLevel({word: n for n, word in enumerate(words)}, unk_token="</s>"))
+    blanks = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence([*blanks, decoders.Strip(" ", 1, 0)])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token=words[0], eos_token=words[1]
+    )
+    prompt, written = [0, 2, 3], [4, 5, 6, 3, 4, 5, 6, 1]
+    assert tokenizer.decode(written[:-1]) == "   return x\n    return x"
+    monkeypatch.setattr(language_model, "greedy_answers", lambda *_: [written])
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=7, intermediate_size=32, **SIZES))
+    lm = language_model.CausalLM(model, tokenizer, context=None)
+    monkeypatch.setattr(lm, "tok_encode", lambda text: prompt)
+    request = Instance("generate_until", {}, ("def\n", {"until": []}), 0, ("code", 0, 1))
+    assert lm.generate_until([request]) == ["    return x\n    return x"]
 
 
 def test_perplexity_on_long_texts(folder, tmp_path, monkeypatch, capsys):

@@ -111,6 +111,10 @@ class EvaluateAnySuite:
         """Each model's tasks, with all their data, before any model is loaded."""
         from path_attention.evaluation.harness.suites import SUITES
 
+        for name in ("limit", "context", "batch_size", "piece"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
         suite = SUITES[self.suite]
         plans: dict[str, list[Planned]] = {}
         made: dict[str, list[Planned]] = {}  # by tokenizer
@@ -120,6 +124,8 @@ class EvaluateAnySuite:
                 raise ValueError(
                     f"models: expected a tokenizer with an end of text, {label} has none"
                 )
+            if self.chat and not tokenizer.chat_template:
+                raise ValueError(f"chat: expected a chat template, {label}'s tokenizer has none")
             place = _text_maker(label, tokenizer) if suite.generated else ""
             if place not in made:
                 made[place] = suite.plan(self._sources(tokenizer))
@@ -248,6 +254,8 @@ class _EvaluateGenerated(EvaluateAnySuite):
         if self.samples < 1:
             raise ValueError(f"samples: expected at least 1, got {self.samples}")
         lengths = parse_lengths(self.lengths) if self.lengths else SUITES[self.suite].lengths
+        if len(set(lengths)) < len(lengths) or min(lengths) < 0:
+            raise ValueError(f"lengths: expected different numbers from 0 on, got {self.lengths!r}")
         return {"background": background, "samples": self.samples, "lengths": lengths}
 
 

@@ -63,7 +63,8 @@ def load_from_folder(folder: Path, path: str, name: str | None = None) -> Splits
         file = folder / key
         content = file.read_bytes() if file.is_file() else b""
         check_file(file, content, told)
-        rows = [json.loads(line) for line in content.decode("utf-8").splitlines()]
+        # Bytes, whose lines end at \n alone here: a text's end at U+2028 and U+0085 too.
+        rows = [json.loads(line) for line in content.splitlines()]
         split = Path(key).stem
         _check_rows(path, config, split, len(rows))
         found[split] = datasets.Dataset.from_list(rows)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Truncate = Literal["no", "left", "middle"]
 Progress = Callable[[str, int, int], None]
 _DEFAULT_NEW_TOKENS = 256  # lm-eval's
+_BEFORE = 8  # tokens of a prompt that its answer is read with
 
 
 @dataclass
@@ -191,7 +192,8 @@ class CausalLM(TemplateLM):
                 prompts = [plans[n][0] for n in batch]
                 ended = self._ending(until)
                 written = greedy_answers(self.model, prompts, most, ended, self.piece)
-                return [self._text(ids, until) for ids in written]
+                pairs = zip(prompts, written, strict=True)
+                return [self._text(prompt, ids, until) for prompt, ids in pairs]
 
             run = self.batch_size_found.run(group, lambda n: len(plans[n][0]), answer)
             for n, text in run:
@@ -272,10 +274,21 @@ class CausalLM(TemplateLM):
 
         return ended
 
-    def _text(self, ids: list[int], until: Iterable[str]) -> str:
+    def _text(self, prompt: Sequence[int], ids: list[int], until: Iterable[str]) -> str:
+        """What was written behind a prompt, up to a stop.
+
+        Read with the prompt's end before it: SentencePiece's tokenizers take the blank off a text's
+        first token, and a program whose first line is indented by one less fails.
+        """
         if ids[-1] in self._ends:
             ids = ids[:-1]
-        text: Any = self.tokenizer.decode(ids, skip_special_tokens=True)
+        before = list(prompt[-_BEFORE:])
+        head, whole, text = (
+            str(self.tokenizer.decode(x, skip_special_tokens=True))
+            for x in (before, [*before, *ids], ids)
+        )
+        if whole.startswith(head):  # not so where the prompt ends inside a character
+            text = whole[len(head) :]
         for stop in until:
             text = text.split(stop)[0] if stop else text
         return text
