@@ -44,7 +44,7 @@ class FlipFlop(Task):
     Attributes:
         pairs: instructions in a sequence of twice as many tokens.
         p_ignore: share of ignored instructions.
-        sparse_sequences: sequences of the sparse test; each has 6 reads on average.
+        sparse_sequences: sequences of the sparse test; each has 3.5 reads on average.
     """
 
     name = "flip_flop"
