@@ -163,7 +163,8 @@ class PathAttentionModel(PathAttentionPreTrainedModel):
         if split is not None:
             use_cache = _check_split(x, split, attention_mask, packing, past, use_cache)
         past = self._cache(past, use_cache, packing)
-        caches = [None] * len(self.layers) if past is None else layer_caches(past, len(self.layers))
+        layers = list(self.layers)[: self.config.num_hidden_layers]  # fewer in a draft's early exit
+        caches = [None] * len(layers) if past is None else layer_caches(past, len(layers))
         seen = None if caches[0] is None else caches[0].seen
         rows = Rows.of(x, attention_mask, packing, seen=seen)
         if past is not None and past.offloading:
@@ -177,7 +178,7 @@ class PathAttentionModel(PathAttentionPreTrainedModel):
         x = rows.compact(x)
         token_ids = None if input_ids is None else rows.compact(input_ids)
         states = []
-        for layer, layer_cache in zip(self.layers, caches, strict=True):
+        for layer, layer_cache in zip(layers, caches, strict=True):
             if output_hidden_states:
                 states.append(rows.restore(x))
             if past is not None and past.offloading and layer_cache is not None:

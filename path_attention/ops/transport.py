@@ -122,7 +122,7 @@ class _Transport(torch.autograd.Function):
 
 
 def _gather(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[Group, Heads]:
-    group = make_groups(None, k.shape[0], k.shape[1], tree.BLOCK)[0]
+    group = make_groups(None, 1, k.shape[1], tree.BLOCK)[0]  # also of no rows at all
     return group, gather(group, q, k, k, w, beta, None)
 
 

@@ -115,6 +115,12 @@ def test_rejected_drafts_leave_no_trace(make_model, preset: str, draft: str) -> 
     assert torch.equal(model.generate(ids, **how, **drafts), model.generate(ids, **how))
 
 
+def test_drafts_of_its_own_first_layers(make_model) -> None:
+    model, how = make_model(), {"max_new_tokens": 30, "do_sample": False}
+    out = model.generate(prompts()[1:2], assistant_early_exit=1, **how)
+    assert torch.equal(out, model.generate(prompts()[1:2], **how))
+
+
 def test_sampled_drafts_run(make_model) -> None:
     model, other = make_model(), make_model(num_hidden_layers=1)
     torch.manual_seed(5)

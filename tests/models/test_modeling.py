@@ -111,6 +111,14 @@ def test_chunked_prefill_and_decoding_equal_the_full_forward(
     assert cache.layers[0].lengths.tolist() == [8, 11, 12]
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_batch_of_no_rows(make_model, preset: str) -> None:
+    model, cache = make_model(preset), DynamicCache()
+    for length in (90, 1, 3, 70):
+        ids = torch.ones(0, length, dtype=torch.int64)
+        assert model(ids, past_key_values=cache).logits.shape == (0, length, 64)
+
+
 def test_padding_inside_a_cached_chunk_leaves_no_trace(make_model) -> None:
     """Right-padded second turns of different lengths, then a third turn."""
     model = make_model(dtype=torch.float64)
