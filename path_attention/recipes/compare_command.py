@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import threading
 import traceback
@@ -139,10 +138,7 @@ class CompareModels:
             return False
         for name, step in milestones(recipe).items():
             if not (folder / "models" / name / "config.json").exists():
-                partial = folder / "models" / f".{name}.partial"
-                shutil.rmtree(partial, ignore_errors=True)
-                export_step(folder, step, partial, "bfloat16")
-                os.rename(partial, folder / "models" / name)
+                export_step(folder, step, folder / "models" / name, "bfloat16")
         corpus = TokenCorpus.open(self.corpus)
         for part, patterns in self.held_out().items():
             if not (folder / f"{part}.json").exists():
