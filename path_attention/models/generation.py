@@ -7,15 +7,17 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import torch
 import tyro
+from transformers import TextStreamer
 
 from path_attention.models.cache import CACHE_NAME, cache_bytes
 from path_attention.models.loading import load_model_on, load_tokenizer
 from path_attention.models.modeling import PathAttentionForCausalLM
 from path_attention.models.prefix_store import PrefixStore
+from path_attention.models.static_cache import StaticPathCache, steps_lack
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -60,6 +62,9 @@ class Generate:
     For models of this package; files of other weights are refused."""
     prefix_bytes: int = 2**33
     """The most bytes of caches in that folder; the least recently used go first."""
+    graphs: Literal["auto", "yes", "no"] = "auto"
+    """Whether steps are CUDA graphs of a cache of fixed size; auto: where model and device can, and
+    neither drafts nor prefixes are asked for."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights and activations."""
     device: str = "auto"
@@ -89,9 +94,11 @@ class Generate:
         ids: torch.Tensor,
         options: dict[str, Any],
     ) -> None:
-        from transformers import TextStreamer
-
-        streamer = TextStreamer(tokenizer, skip_special_tokens=True)  # pyright: ignore[reportArgumentType]
+        streamer = _Watched(tokenizer, skip_special_tokens=True)  # pyright: ignore[reportArgumentType]
+        if self._uses_graphs(model):
+            config = cast(Any, model.config)
+            room = ids.shape[1] + self.max_new_tokens
+            options = {**options, CACHE_NAME: StaticPathCache(config, room, croppable=False)}
         torch.manual_seed(self.seed)
         start = time.perf_counter()
         generated = model.generate(  # pyright: ignore[reportCallIssue]
@@ -102,14 +109,28 @@ class Generate:
             return_dict_in_generate=True,
             **options,
         )
-        seconds = time.perf_counter() - start
-        tokens = generated.sequences.shape[1] - ids.shape[1]
-        line = f"{tokens} tokens in {seconds:.1f} s: {tokens / seconds:.1f} tokens/s"
+        _, (first, _), *later = streamer.given  # the prompt comes back at once
+        line = f"{ids.shape[1]} tokens read in {first - start:.2f} s"
+        line += f", {generated.sequences.shape[1] - ids.shape[1]} written"
+        if later:
+            line += f": {sum(n for _, n in later) / (later[-1][0] - first):.1f} tokens/s"
         cache = generated.get(CACHE_NAME)
         if isinstance(model, PathAttentionForCausalLM) and cache is not None:
             size = cache_bytes(cache)
             line += f"; cache of {cache.get_seq_length()} tokens: {size / 2**20:.1f} MiB"
         print(line, file=sys.stderr)
+
+    def _uses_graphs(self, model: PreTrainedModel) -> bool:
+        """Whether steps are graphs. Raises ValueError where that was asked for and cannot be."""
+        lacks = f"a model of this package, got {type(model).__name__}"
+        if isinstance(model, PathAttentionForCausalLM):
+            lacks = steps_lack(model)
+        for name in ("draft", "prefixes"):
+            if getattr(self, name) is not None:
+                lacks = f"no {name}, got one"
+        if self.graphs == "yes" and lacks is not None:
+            raise ValueError(f"graphs: expected {lacks}")
+        return self.graphs != "no" and lacks is None
 
     def _options(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """What `generate` is told besides the prompt."""
@@ -170,6 +191,18 @@ class Generate:
     def _as_chat(self, prompt: str) -> list[dict[str, str]]:
         before = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*before, {"role": "user", "content": prompt}]
+
+
+class _Watched(TextStreamer):
+    """Notes when it is given tokens, and how many: the prompt, then each part of the answer."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.given: list[tuple[float, int]] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.given.append((time.perf_counter(), value.numel()))
+        super().put(value)
 
 
 def read_prompts(path: Path) -> list[Prompt]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache
 
 from path_attention.models.cache import CACHE_NAME, PathAttentionCacheLayer
 from path_attention.nn.static_cache import StaticLayerCache
+from path_attention.ops.decode import triton_lacks
 
 if TYPE_CHECKING:
     from path_attention.models.configuration import PathAttentionConfig
@@ -79,6 +80,22 @@ class StaticPathCache(Cache):
         """Forget everything."""
         self._graph = self._ready = None
         super().reset()
+
+
+def steps_lack(model: PathAttentionForCausalLM) -> str | None:
+    """What a model would need for steps as CUDA graphs of a static cache; None if it has it."""
+    if model.device.type != "cuda":
+        return f"an NVIDIA GPU, got {model.device.type}"
+    for n in range(model.config.num_hidden_layers):
+        layer = model.config.of_layer(n)
+        if layer.normalizer != "softmax":
+            return f"the normalizer softmax, got {layer.normalizer}"
+        like = torch.empty(1, 1, 1, 0, device=model.device, dtype=model.dtype)
+        sizes: Any = (layer.head_dim, layer.value_head_dim)
+        lacks = triton_lacks(*(like.new_empty(1, 1, 1, size) for size in sizes))
+        if lacks is not None:
+            return lacks
+    return None
 
 
 class StepGraph:

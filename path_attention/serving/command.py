@@ -13,11 +13,12 @@ import tyro
 
 from path_attention.models.loading import load_model_on, load_tokenizer
 from path_attention.models.modeling import PathAttentionForCausalLM
+from path_attention.models.static_cache import steps_lack
 from path_attention.serving.batched import BatchedEngine
 from path_attention.serving.engine import Engine, log
 from path_attention.serving.fallback import GenerateEngine
 from path_attention.serving.settings import Settings
-from path_attention.serving.slots import SlotEngine, fits_slots
+from path_attention.serving.slots import SlotEngine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -88,6 +89,6 @@ def make_engine(
     if draft is not None and not isinstance(draft, PathAttentionForCausalLM):
         raise ValueError(f"draft: expected a model of this package, got {type(draft).__name__}")
     plain = draft is None and not settings.lookup_tokens
-    if settings.graphs and plain and fits_slots(model):
+    if settings.graphs and plain and steps_lack(model) is None:
         return SlotEngine(model, tokenizer, settings)
     return BatchedEngine(model, tokenizer, settings, draft)

@@ -204,18 +204,3 @@ class SlotEngine(BatchedEngine):
         """Of the rows that are taken, and of prompts' caches; free rows are held in vain."""
         taken = self.slots.rows - len(self.slots.free)
         return super()._held() + self.slots.bytes // self.slots.rows * taken
-
-
-def fits_slots(model: PathAttentionForCausalLM) -> bool:
-    """Whether a model is on an NVIDIA GPU with kernels for it."""
-    config = model.config
-    softmax = all(
-        config.of_layer(n).normalizer == "softmax" for n in range(config.num_hidden_layers)
-    )
-    if model.device.type != "cuda" or not softmax:
-        return False
-    try:
-        Slots(model, 1, 64)
-    except ValueError:
-        return False
-    return True

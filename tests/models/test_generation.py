@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 import tyro
 
+from path_attention.models import generation
 from path_attention.models.generation import Generate, encode_prompt, read_prompts
 
 
@@ -39,10 +42,40 @@ def test_streams_the_text_that_generate_returns(run_folder, capsys) -> None:
     command.run()
     first = capsys.readouterr()
     assert first.out.startswith("def f(x):")
-    told = r"^9 tokens in [\d.]+ s: [\d.]+ tokens/s; cache of 18 tokens: [\d.]+ MiB$"
+    told = (
+        r"^10 tokens read in [\d.]+ s, 9 written: [\d.]+ tokens/s; cache of 18 tokens: [\d.]+ MiB$"
+    )
     assert re.search(told, first.err.strip().split("\n")[-1])
     command.run()
     assert capsys.readouterr().out == first.out
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="a GPU's kernels on a CPU")
+def test_a_cache_of_fixed_size_writes_the_same(run_folder, capsys, monkeypatch) -> None:
+    pytest.importorskip("triton")
+    command = Generate(
+        model=run_folder, prompt="ab", max_new_tokens=5, temperature=0.0, graphs="yes"
+    )
+    with pytest.raises(ValueError, match="graphs: expected an NVIDIA GPU, got cpu"):
+        command.run()
+    texts, caches = [], []
+
+    class Noted(generation.StaticPathCache):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            caches.append(self)
+
+    monkeypatch.setattr(generation, "StaticPathCache", Noted)
+    for lacks in ("a GPU", None):
+        monkeypatch.setattr(generation, "steps_lack", lambda model, lacks=lacks: lacks)
+        replace(command, graphs="auto").run()
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    (cache,) = caches
+    assert cache.get_seq_length() == 7 and not cache.is_croppable
+    for given in ({"draft": run_folder}, {"prefixes": run_folder / "kept"}):
+        with pytest.raises(ValueError, match=f"graphs: expected no {next(iter(given))}, got one"):
+            replace(command, **given).run()
 
 
 def test_the_seed_decides(run_folder, capsys) -> None:

@@ -10,13 +10,13 @@ import torch
 from small_server import Asked, gauge, make_ids, make_model, wait_for
 
 from path_attention.models.cache import CACHE_NAME
-from path_attention.models.static_cache import StaticPathCache
+from path_attention.models.static_cache import StaticPathCache, steps_lack
 from path_attention.nn.cache_units import memory
 from path_attention.serving.batched import BatchedEngine
 from path_attention.serving.command import make_engine
 from path_attention.serving.request import Refused
 from path_attention.serving.settings import Settings
-from path_attention.serving.slots import SlotEngine, Slots, fits_slots
+from path_attention.serving.slots import SlotEngine, Slots
 
 pytest.importorskip("triton")
 interpreted = pytest.mark.skipif(
@@ -73,7 +73,7 @@ def test_rows_are_as_if_alone(preset: str) -> None:
 @pytest.mark.parametrize("preset", ["path", "path_fox", "fox", "rope", "rotation_learned"])
 def test_rows_are_as_if_alone_under_graphs(preset: str) -> None:
     model = make_model(preset).to("cuda")
-    assert fits_slots(model)
+    assert steps_lack(model) is None
     walk(model)
 
 
@@ -127,7 +127,7 @@ def test_rows_hold_nothing_to_take_back_with() -> None:
 
 def test_drafts_are_written_in_caches_that_can_be_cropped(tokenizer, monkeypatch) -> None:
     """Also where rows of fixed size could be had."""
-    monkeypatch.setattr("path_attention.serving.command.fits_slots", lambda model: True)
+    monkeypatch.setattr("path_attention.serving.command.steps_lack", lambda model: None)
     model = make_model("path", num_hidden_layers=1)
     for settings, draft in ((Settings(lookup_tokens=4), None), (Settings(), make_model("rope"))):
         engine = make_engine(model, tokenizer, settings, draft)
@@ -144,7 +144,7 @@ def test_an_engine_of_rows(tokenizer, monkeypatch) -> None:
     engine.stop(0)
     with pytest.raises(ValueError, match="cache_bytes: expected at least"):
         SlotEngine(model, tokenizer, Settings(**limits, cache_bytes=1000))
-    assert not fits_slots(model)  # on a CPU
+    assert steps_lack(model) == "an NVIDIA GPU, got cpu"
 
 
 @pytest.mark.gpu
