@@ -421,6 +421,18 @@ def test_perplexity_on_long_texts(folder, tmp_path, monkeypatch, capsys):
         assert {row["model"] for row in found} == {"path", "llama"}
         assert {row["documents"] for row in found} == {documents}
         assert (tmp_path / "o" / f"perplexity_{name}.png").stat().st_size > 1000
+    monkeypatch.setattr("path_attention.evaluation.perplexity_by_length.load_model", None)
+    texts = ("--out", str(tmp_path / "p"), "--texts", str(folder / "text.txt"))
+    (tmp_path / "short.txt").write_text("bal bem.")
+    (tmp_path / "text.md").write_text("bal bem.")
+    for other, message in {
+        "nowhere.txt": "sources: expected",
+        "short.txt": "lengths: expected at most",
+        "text.md": "texts: expected a different name for each, got ['text', 'text']",
+    }.items():
+        assert failure(capsys, *words, *texts, str(tmp_path / other)).startswith(
+            f"error: {message}"
+        )
     files[1].write_text("changed")
     assert "with bytes" in failure(capsys, *words, *own)
     empty = ("--texts", "pg19", "--data-dir", str(tmp_path / "none"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,6 +17,7 @@ from path_attention.evaluation.perplexity_by_length import (
     parse_lengths,
     perplexity_by_length,
 )
+from path_attention.evaluation.windows import check_lengths, choose_windows
 from path_attention.models.loading import choose_device, load_tokenizer, model_folder
 from path_attention.results import make_result, write_result
 
@@ -68,13 +70,14 @@ class EvaluatePerplexityByLength:
         disable_progress_bar()
         models = name_models(self.models, self.labels)
         lengths, device = parse_lengths(self.lengths), choose_device(self.device)
+        check_lengths(lengths, self.targets)
         groups = by_tokenizer(models)
-        sources = {Path(text).stem: self._sources(text) for text in self.texts}
-        for name, files in sources.items():
+        sets = self._sets(groups, lengths)
+        for name, corpora in sets.items():
             base = self.out / f"perplexity_{name}"
             rows = []
-            for digest, mine in groups.items():
-                rows += self._measure(name, files, digest, mine, lengths, device)
+            for digest, corpus in corpora.items():
+                rows += self._measure(name, corpus, digest, groups[digest], lengths, device)
             result = make_result(
                 what=f"Perplexity by length on {name}: the same {self.targets} targets a window at "
                 "every length; growth is over the shortest length; low and high are the ends of a "
@@ -87,8 +90,37 @@ class EvaluatePerplexityByLength:
             print_by_length(rows)
             print(f"wrote {base}.json and {base}.png")
 
+    def _sets(
+        self, groups: Mapping[str, Mapping[str, Path]], lengths: Sequence[int]
+    ) -> dict[str, dict[str, _Whole]]:
+        """Each set of texts by its name, as a corpus for each tokenizer, before a model is loaded.
+
+        Raises ValueError naming `texts` on two of one name, `lengths` if no document is so long.
+        """
+        from path_attention.training.corpus import build_corpus
+
+        names = [Path(text).stem for text in self.texts]
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"texts: expected a different name for each, got {names}")
+        sources = {Path(text).stem: self._sources(text) for text in self.texts}
+        sets: dict[str, dict[str, _Whole]] = {}
+        for name, files in sources.items():
+            for digest, models in groups.items():
+                corpus = _Whole(
+                    build_corpus(
+                        files,
+                        self.out / "corpora" / f"{name}-{digest}",
+                        tokenizer=str(model_folder(next(iter(models.values())))),
+                        heldout_fraction=0.0,
+                        progress=False,
+                    )
+                )
+                choose_windows(corpus, length=lengths[-1], targets=self.targets, limit=self.windows)
+                sets.setdefault(name, {})[digest] = corpus
+        return sets
+
     def _sources(self, text: str) -> tuple[str, ...]:
-        """The files of a set of texts, all there before any model is loaded."""
+        """The files of a set of texts."""
         from path_attention.evaluation.harness.texts import TEXTS, fetch_texts, find_texts
 
         if text not in TEXTS:
@@ -102,27 +134,19 @@ class EvaluatePerplexityByLength:
     def _measure(
         self,
         name: str,
-        files: tuple[str, ...],
+        corpus: _Whole,
         digest: str,
         models: dict[str, Path],
         lengths: tuple[int, ...],
         device: str,
     ) -> list[dict[str, Any]]:
         from path_attention.evaluation.table import show_progress
-        from path_attention.training.corpus import build_corpus
 
-        corpus = build_corpus(
-            files,
-            self.out / "corpora" / f"{name}-{digest}",
-            tokenizer=str(model_folder(next(iter(models.values())))),
-            heldout_fraction=0.0,
-            progress=False,
-        )
         partial = Partial(self.out / f"perplexity_{name}-{digest}.partial.json")
         with show_progress() as progress:
             rows = perplexity_by_length(
                 models,
-                _Whole(corpus),
+                corpus,
                 lengths=lengths,
                 targets=self.targets,
                 windows=self.windows,
