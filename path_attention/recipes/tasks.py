@@ -37,6 +37,7 @@ from path_attention.tasks.recipe import Options, TaskRecipe
 SEEDS = (0, 1, 2)
 FIVE_SEEDS = (0, 1, 2, 3, 4)
 COMPARED = ("rope", "stick_breaking", "fox")
+FIRST = ("path", *COMPARED)
 OTHERS = ("alibi", "nope", "path_fox", "path_alibi", "rotation_learned")
 _BELOW_TWO = 2 - 2**-7  # the largest bfloat16 below 2
 
@@ -116,11 +117,7 @@ def s5_swaps() -> Grid:
 def mqrar() -> Grid:
     """MQRAR-1 to 4, PaTH and the encodings it was compared with."""
     tasks = [Mqrar(n_back=n) for n in (1, 2, 3, 4)]
-    bases = [
-        replace(mqrar_recipe(encoding), task=task)
-        for encoding in ("path", *COMPARED)
-        for task in tasks
-    ]
+    bases = [replace(mqrar_recipe(encoding), task=task) for encoding in FIRST for task in tasks]
     return product(bases, seed=SEEDS)
 
 
@@ -135,20 +132,21 @@ def flip_flop_encodings() -> Grid:
     return product([flip_flop_recipe(encoding) for encoding in COMPARED + OTHERS], seed=SEEDS)
 
 
-def a5_cycles() -> Grid:
+def a5_cycles(encodings: Iterable[str] = FIRST) -> Grid:
     """A5 over its 3-cycles, prefix products, by layers."""
-    return by_layers(GroupWords(group="A5", generators="three_cycles"))
+    return by_layers(GroupWords(group="A5", generators="three_cycles"), encodings)
 
 
-def a5_identity() -> Grid:
+def a5_identity(encodings: Iterable[str] = FIRST) -> Grid:
     """A5 over its 3-cycles: whether a word is the identity, by layers."""
-    return by_layers(GroupWords(group="A5", generators="three_cycles", form="identity"))
+    return by_layers(GroupWords(group="A5", generators="three_cycles", form="identity"), encodings)
 
 
-def a5_elements() -> Grid:
+def a5_elements(encodings: Iterable[str] = FIRST) -> Grid:
     """A5 over its 60 elements (Merrill's form), by layers, at the published size."""
     return by_layers(
         GroupWords(group="A5", generators="all"),
+        encodings,
         width=512,
         heads=8,
         batch=512,
@@ -158,13 +156,15 @@ def a5_elements() -> Grid:
     )
 
 
-def by_layers(task: GroupWords, layers: Iterable[int] = (1, 2, 3, 4), **changes: Any) -> Grid:
-    """A group's words for PaTH and what it was compared with: first all with fewest layers."""
-    grid: Grid = []
+def by_layers(
+    task: GroupWords, encodings: Iterable[str], layers: Iterable[int] = (1, 2, 3, 4), **changes: Any
+) -> Grid:
+    """A group's words for some encodings: first all with fewest layers."""
+    names, grid = list(encodings), []
     for count in layers:
         bases = [
             replace(group_words_recipe(encoding), task=task, layers=count, **changes)
-            for encoding in ("path", *COMPARED)
+            for encoding in names
         ]
         grid += product(bases, seed=SEEDS)
     return grid
@@ -173,6 +173,17 @@ def by_layers(task: GroupWords, layers: Iterable[int] = (1, 2, 3, 4), **changes:
 def s5_ablations() -> Grid:
     """PaTH on S5 over swaps without one thing at a time."""
     return without_one_thing(group_words_recipe())
+
+
+def a5_ablations() -> Grid:
+    """PaTH with two layers on A5 over its 3-cycles, without one thing at a time."""
+    task = GroupWords(group="A5", generators="three_cycles")
+    return without_one_thing(replace(group_words_recipe(), task=task, layers=2))
+
+
+def mqrar_ablations() -> Grid:
+    """PaTH on MQRAR-3 without one thing at a time."""
+    return without_one_thing(replace(mqrar_recipe(), task=Mqrar(n_back=3)))
 
 
 def flip_flop_ablations() -> Grid:
@@ -202,10 +213,10 @@ def a5_householders() -> Grid:
     return product(path, householders_per_token=(2,))
 
 
-def controls() -> Grid:
+def controls(encodings: Iterable[str] = FIRST) -> Grid:
     """The solvable groups S3 over swaps and Z60 over its elements."""
     tasks = [GroupWords(group="S3"), GroupWords(group="Z60", generators="all")]
-    return [recipe for task in tasks for recipe in by_layers(task, (1, 2))]
+    return [recipe for task in tasks for recipe in by_layers(task, encodings, (1, 2))]
 
 
 def mqrar_others() -> Grid:
@@ -219,6 +230,16 @@ def s5_swaps_others() -> Grid:
     """S5 over swaps for every other encoding, by layers."""
     names = ("stick_breaking", "fox", *OTHERS)
     return product([group_words_recipe(name) for name in names], layers=(1, 2, 4), seed=SEEDS)
+
+
+def a5_others() -> Grid:
+    """Every form of A5 for the encodings that PaTH was not compared with, by layers."""
+    return a5_cycles(OTHERS) + a5_identity(OTHERS) + a5_elements(OTHERS)
+
+
+def controls_others() -> Grid:
+    """The solvable groups for the encodings that PaTH was not compared with."""
+    return controls(OTHERS)
 
 
 def demo() -> Grid:
@@ -256,6 +277,10 @@ GRIDS: dict[str, Callable[[], Grid]] = {
         controls,
         mqrar_others,
         s5_swaps_others,
+        mqrar_ablations,
+        a5_ablations,
+        controls_others,
+        a5_others,
         demo,
     )
 }

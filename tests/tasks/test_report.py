@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from path_attention import cli
-from path_attention.recipes.tasks import COMPARED, GRIDS, ORDER_OF_WORK, find_grid, product
+from path_attention.recipes.tasks import COMPARED, GRIDS, ORDER_OF_WORK, OTHERS, find_grid, product
 from path_attention.recipes.tasks_command import RunGroupWords, RunMqrar, SweepTasks
 from path_attention.results import make_result, read_result, write_result
 from path_attention.tasks.figure import draw
@@ -237,10 +237,15 @@ def test_the_grids_cover_what_is_claimed() -> None:
         assert {(r.encoding, r.layers) for r in grid} == {
             (encoding, layers) for encoding in ("path", *COMPARED) for layers in (1, 2, 3, 4)
         }
-    assert {r.task.group for r in find_grid("controls")} == {"S3", "Z60"}
+        every = {(r.encoding, r.layers) for r in everything if r.task == grid[0].task}
+        assert every == {(encoding, n) for encoding in rows.split() for n in (1, 2, 3, 4)}
+    for names, encodings in (("controls", ("path", *COMPARED)), ("controls_others", OTHERS)):
+        grid = find_grid(names)
+        assert {r.task.group for r in grid} == {"S3", "Z60"}
+        assert {r.encoding for r in grid} == set(encodings)
     recall = {(r.encoding, r.task.n_back) for r in find_grid("mqrar")}
     assert recall >= {(name, n) for name in ("path", "rope", "fox") for n in (1, 2, 3, 4)}
-    for task in ("s5", "flip_flop"):
+    for task in ("s5", "flip_flop", "a5", "mqrar"):
         grid = find_grid(f"{task}_ablations")
         for name, value in (
             ("beta_max", 1.0),
