@@ -29,7 +29,7 @@ def test_every_committed_result_has_the_form_and_its_figure():
     files = sorted(folder.rglob("*.json"))
     expected = {folder / "README.md", folder / "tasks" / "report.md"}
     for file in files:
-        read_result(file)
+        assert len(read_result(file)["command"].split()) > 1, f"{file.name} has no command"
         figure = file.with_suffix(".png")
         expected |= {file, figure}
         assert figure.is_file() or file.name in UNDRAWN, f"{file.name} has no figure"
