@@ -14,6 +14,7 @@ from path_attention.nn.configuration import AttentionConfig
 from path_attention.nn.encoding import TRANSPORTS, Chunk, Moved
 from path_attention.ops.context_linear import context_parallel_linear_attention
 from path_attention.ops.context_parallel import context_parallel_attention
+from path_attention.ops.context_stick_breaking import context_parallel_stick_breaking
 from path_attention.ops.linear import linear_attention
 from path_attention.ops.path import path_attention
 from path_attention.ops.stick_breaking import stick_breaking_attention
@@ -77,6 +78,8 @@ class Softmax(Normalizer):
 class StickBreaking(Normalizer):
     """a_ij = σ(z_ij) Π_{j<l<i} (1 − σ(z_il)): `stick_breaking_attention`, arXiv 2410.17980."""
 
+    can_split = True
+
     @classmethod
     def check(cls, config: AttentionConfig) -> None:
         if config.decay != "none":
@@ -103,6 +106,8 @@ class StickBreaking(Normalizer):
         for name, x in (("w", w), ("log_forget", log_forget)):
             if x is not None:
                 raise ValueError(f"{name}: expected None with stick_breaking, got a tensor")
+        if chunk.split is not None:
+            return context_parallel_stick_breaking(q, k, v, split=chunk.split, scale=scale)[0]
         out, rest = stick_breaking_attention(q, k, v, scale=scale, cu_seqlens=chunk.packing)
         if cache is None:
             return out

@@ -15,7 +15,7 @@ from torch import Tensor
 from path_attention.ops.arguments import cast_as_autocast_does, check_packing, check_tensors
 from path_attention.ops.gradients import register_gradients
 from path_attention.ops.packing import Packing
-from path_attention.ops.sequences import Group, make_groups, scatter, to_heads
+from path_attention.ops.sequences import make_groups, scatter, to_heads
 
 _TILE = 128  # tokens of queries and of keys whose scores are held at once
 _TRITON_HEAD_SIZE = 128  # half that in float32: tiles must fit the smallest shared memory
@@ -61,12 +61,13 @@ def stick_breaking_attention(
     check_tensors(q, k, v)
     packing = check_packing(q, cu_seqlens)
     scale = float(q.shape[3] ** -0.5 if scale is None else scale)
-    name = _choose(implementation, q, v)
+    name = choose(implementation, q, v)
     with torch.autocast(q.device.type, enabled=False):
         return _IMPLEMENTATIONS[name](q, k, v, scale, packing)
 
 
-def _choose(implementation: str | None, q: Tensor, v: Tensor) -> str:
+def choose(implementation: str | None, q: Tensor, v: Tensor) -> str:
+    """The implementation's name; ValueError if it does not exist or can not run."""
     if implementation is None:
         usable = q.device.type == "cuda" and _triton_lacks(q, v) is None
         return "triton" if usable else "blockwise"
@@ -150,9 +151,11 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     B, T, H, DV = v.shape
+    G = q.shape[2] // H
     out, log_remaining = q.new_empty(B, T, q.shape[2], DV), q.new_empty(q.shape[:3])
     for group in make_groups(cu_seqlens, B, T, None):
-        part, rest = _attend_group(group, *(to_heads(group, x, H) for x in (q * scale, k, v)))
+        heads = [to_heads(group, x, H) for x in (q * scale, k, v)]
+        part, rest = walk(*heads, G=G)
         scatter(group, out, part)
         scatter(group, log_remaining[..., None], rest)
     return out, log_remaining
@@ -176,6 +179,7 @@ def _backward(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     B, T, H, _ = v.shape
+    G = q.shape[2] // H
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
     if grad_rest is None:
         grad_rest = torch.zeros_like(log_remaining)
@@ -183,7 +187,7 @@ def _backward(
         delta = (grad_out * out).sum(-1, keepdim=True)
         inputs = (q * scale, k, v, grad_out, delta, grad_rest[..., None])
         for group in make_groups(cu_seqlens, B, T, None):
-            parts = _attend_group_backward(group, *(to_heads(group, x, H) for x in inputs))
+            parts = walk_backward(*(to_heads(group, x, H) for x in inputs), G=G)
             for grad, part in zip(grads, parts, strict=True):
                 scatter(group, grad, part)
         grads[0] *= scale
@@ -206,7 +210,7 @@ class _Shares(NamedTuple):
     total: Tensor  # [N, rows, 1] −log of what the whole tile leaves
 
 
-def _tile(q: Tensor, k: Tensor, taken: Tensor, distance: int) -> _Shares:
+def _tile(q: Tensor, k: Tensor, taken: Tensor, distance: int, G: int) -> _Shares:
     """taken `[N, rows, 1]` is −log of what the keys after the tile left.
 
     distance: the tile's first query token less its first key token.
@@ -216,45 +220,58 @@ def _tile(q: Tensor, k: Tensor, taken: Tensor, distance: int) -> _Shares:
     logits = F.logsigmoid(scores)
     if distance < k.shape[1]:
         queries, keys = (torch.arange(x.shape[1], device=q.device) for x in (q, k))
-        group = q.shape[1] // k.shape[1]
-        unseen = keys >= queries[:, None] // group + distance
+        unseen = keys >= queries[:, None] // G + distance
         taking = taking.masked_fill_(unseen, 0)
         logits = logits.masked_fill_(unseen, -torch.inf)
     after = F.pad(taking[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)  # by the keys behind each
     return _Shares(logits.exp_(), (after + taken).neg_().exp_(), taking.sum(-1, keepdim=True))
 
 
-def _tiles(group: Group):
-    """Tokens of queries, then tokens of keys from the diagonal to the left."""
-    for start in range(0, group.length, _TILE):
-        rows = slice(start, min(start + _TILE, group.length))
-        first = [slice(n, min(n + _TILE, rows.stop)) for n in range(0, start + 1, _TILE)]
-        yield rows, first[::-1]
+def _tiles(queries: int, keys: int, before: int):
+    """Tokens of queries, then tokens of the keys that they see, the nearest tile first."""
+    for start in range(0, queries, _TILE):
+        rows = slice(start, min(start + _TILE, queries))
+        stop = min(before + rows.stop, keys)
+        seen = [slice(n, min(n + _TILE, stop)) for n in range(0, stop, _TILE)]
+        yield rows, seen[::-1]
 
 
-def _attend_group(group: Group, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Output `[N, L·G, DV]` and log of what remains `[N, L·G, 1]`; q is scaled."""
-    G = q.shape[1] // k.shape[1]
+def walk(q: Tensor, k: Tensor, v: Tensor, *, G: int, before: int = 0) -> tuple[Tensor, Tensor]:
+    """Queries break their sticks over keys, head by head.
+
+    Args:
+        q: `[N, L·G, D]`, scaled.
+        k, v: `[N, K, D]`, `[N, K, DV]`.
+        G: rows of queries a token.
+        before: how many keys lie before the first query's token; the next one is that token's own.
+
+    Returns:
+        Output `[N, L·G, DV]` and log of what remains `[N, L·G, 1]`.
+    """
     out, rest = q.new_zeros(*q.shape[:2], v.shape[2]), q.new_empty(*q.shape[:2], 1)
-    for tokens, columns in _tiles(group):
+    for tokens, columns in _tiles(q.shape[1] // G, k.shape[1], before):
         rows = slice(tokens.start * G, tokens.stop * G)
         taken = q.new_zeros(q.shape[0], rows.stop - rows.start, 1)
         for keys in columns:
-            tile = _tile(q[:, rows], k[:, keys], taken, tokens.start - keys.start)
+            distance = before + tokens.start - keys.start
+            tile = _tile(q[:, rows], k[:, keys], taken, distance, G)
             out[:, rows] += (tile.beta * tile.left) @ v[:, keys]
             taken = taken + tile.total
         rest[:, rows] = -taken
     return out, rest
 
 
-def _attend_group_backward(
-    group: Group,
+def walk_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     grad_out: Tensor,
     delta: Tensor,
     grad_rest: Tensor,
+    *,
+    G: int,
+    before: int = 0,
+    taken: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the scaled q, of k and of v.
 
@@ -262,16 +279,22 @@ def _attend_group_backward(
 
     The sum is δ_i = Σ_j A_ij dA_ij less its part to the right of m, and all rounding once the stick
     is used up: there it is zero.
+
+    Args:
+        q, k, v, G, before: as in `walk`.
+        grad_out, delta, grad_rest: `[N, L·G, DV]`, and `[N, L·G, 1]` twice: do, δ, drest.
+        taken: −log of what is left of the sticks where the walk begins, `[N, L·G, 1]`; δ is then
+            the sum over these keys and those before them. None is whole sticks.
     """
-    G = q.shape[1] // k.shape[1]
     used_up = torch.finfo(q.dtype).eps / 4
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for tokens, columns in _tiles(group):
+    taken = torch.zeros_like(delta) if taken is None else taken
+    for tokens, columns in _tiles(q.shape[1] // G, k.shape[1], before):
         rows = slice(tokens.start * G, tokens.stop * G)
-        taken = q.new_zeros(q.shape[0], rows.stop - rows.start, 1)
-        left_of_delta = delta[:, rows]
+        gone, left_of_delta = taken[:, rows], delta[:, rows]
         for keys in columns:
-            beta, left, total = _tile(q[:, rows], k[:, keys], taken, tokens.start - keys.start)
+            distance = before + tokens.start - keys.start
+            beta, left, total = _tile(q[:, rows], k[:, keys], gone, distance, G)
             share = beta * left
             dv[:, keys] += share.mT @ grad_out[:, rows]
             gain = share.mul_(grad_out[:, rows] @ v[:, keys].mT)
@@ -280,6 +303,6 @@ def _attend_group_backward(
             ds = gain - beta * (through + grad_rest[:, rows])
             dq[:, rows] += ds @ k[:, keys]
             dk[:, keys] += ds.mT @ q[:, rows]
-            taken = taken + total
+            gone = gone + total
             left_of_delta = left_of_delta - gain.sum(-1, keepdim=True)
     return dq, dk, dv

@@ -25,10 +25,12 @@ LENGTHS = {"packed": [7, 61, 0, 1, 21], "plain": None, "many": [9, 14, 22, 1, 26
 FULL = {
     "path_fox": {"householders_per_token": 2, "num_key_value_heads": 2, "value_head_dim": 6},
     "rotation_learned_qkv": {},
+    "stick_breaking": {"num_key_value_heads": 2, "value_head_dim": 6},
     "path_linear": {"decay": "forget", "num_key_value_heads": 2, "direction_conv_size": 4},
 }
 SHORT = [
     *((name, {}) for name in ("nope", "rope", "alibi", "fox", "path", "path_alibi", "delta_net")),
+    ("rotation_learned", {"normalizer": "stick_breaking"}),
     *((f"rotation_{name}", {}) for name in ("random_qkv", "token", "learned")),
     ("path", {"transport": "rotary_householder", "direction_conv_size": 0}),
     ("fox", {"normalizer": "linear", "qk_norm": True, "output_norm": True}),

@@ -17,6 +17,7 @@ from path_attention.nn.encoding import TRANSPORTS
 from path_attention.ops.context_linear import context_parallel_linear_attention
 from path_attention.ops.context_rotation import accumulate_over_runs
 from path_attention.ops.context_split import ContextSplit
+from path_attention.ops.context_stick_breaking import context_parallel_stick_breaking
 from path_attention.ops.packing import Packing
 from path_attention.ops.rotation import accumulate_angles
 
@@ -78,23 +79,21 @@ def test_what_does_not_go_with_a_split_is_refused() -> None:
         layer(x, split=ContextSplit.of(9))
     with pytest.raises(ValueError, match=r"angles: expected \[B, tokens, H, P\] in float32"):
         accumulate_over_runs(torch.ones(1, 8, 2), split)
-    with pytest.raises(ValueError, match="q: expected this process's 9 tokens of 9, got 8"):
-        q = torch.ones(1, 8, 2, 4)
-        context_parallel_linear_attention(q, q, q, split=ContextSplit.of(9))
+    for operator in (context_parallel_linear_attention, context_parallel_stick_breaking):
+        with pytest.raises(ValueError, match="q: expected this process's 9 tokens of 9, got 8"):
+            q = torch.ones(1, 8, 2, 4)
+            operator(q, q, q, split=ContextSplit.of(9))
 
 
 def test_encodings_that_can_not_be_split_are_refused_by_name() -> None:
-    """Stick-breaking; and any registered one that does not say that it can."""
-    stick = small_model("stick_breaking")
-    message = "normalizer: expected one that can lie on several processes .can_split., got "
-    with pytest.raises(ValueError, match=f"{message}'stick_breaking'"):
-        check_can_split(stick.config)
-    with pytest.raises(ValueError, match=f"{message}StickBreaking"):
-        stick(torch.arange(8)[None], split=ContextSplit.of(8))
+    """Any registered one that does not say that it can."""
+    message = r"transport: expected one that can lie on several processes \(can_split\), got "
     try:
         register_transport("mine")(type("Mine", (Transport,), {}))
         config = AttentionConfig(hidden_size=16, num_attention_heads=2, transport="mine")
-        with pytest.raises(ValueError, match=r"transport: expected .* \(can_split\), got 'mine'"):
+        with pytest.raises(ValueError, match=f"{message}'mine'"):
             check_can_split(config)
+        with pytest.raises(ValueError, match=f"{message}Mine"):
+            Attention(config)(torch.ones(1, 8, 16), split=ContextSplit.of(8))
     finally:
         del TRANSPORTS["mine"]

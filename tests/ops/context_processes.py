@@ -6,6 +6,7 @@ import sys
 from itertools import pairwise
 from typing import Any
 
+import context_stick
 import torch
 import torch.distributed as dist
 from operator_cases import Inputs, make_inputs
@@ -174,6 +175,9 @@ if __name__ == "__main__":
     check_operator()
     check_documents_never_leak()
     check_sixteen_bits()
+    context_stick.check_operator(LENGTHS)
+    context_stick.check_documents_never_leak(LENGTHS["packed"])
+    context_stick.check_sixteen_bits()
     dist.barrier()
     print("complete", file=sys.stderr)
     dist.destroy_process_group()

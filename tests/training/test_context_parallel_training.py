@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from small_run import checked_recipe, scaled_recipe, twenty_recipe
 
+from path_attention.nn.encoding import TRANSPORTS, Transport
 from path_attention.training import loop
 from path_attention.training.log import read_log
 from path_attention.training.loop import train
@@ -112,13 +113,15 @@ class _OtherLoss(Objective):
 @pytest.mark.parametrize(
     ("model", "objective", "message"),
     [
-        ({"preset": "stick_breaking"}, None, r"normalizer: expected .*, got 'stick_breaking'"),
+        ({"options": {"transport": "mine"}}, None, r"transport: expected .*, got 'mine'"),
         ({}, _OtherLoss(), "context_parallel: expected 1 with objective _OtherLoss, whose loss"),
     ],
 )
 def test_what_can_not_be_shared_is_refused(
-    make_recipe, corpus, tmp_path: Path, model, objective, message: str
+    make_recipe, corpus, tmp_path: Path, model, objective, message: str, monkeypatch
 ) -> None:
+    """An encoding that does not say that it can be split, and a loss of whole rows."""
+    monkeypatch.setitem(TRANSPORTS, "mine", type("Mine", (Transport,), {}))
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     recipe = make_recipe(model=ModelRecipe(**{**sizes, **model}), context_parallel=2)
     recipe = dataclasses.replace(recipe, micro_batch_tokens=64)
