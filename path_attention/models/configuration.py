@@ -9,7 +9,12 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from path_attention.models.presets import PRESETS
-from path_attention.nn.configuration import AttentionConfig, check_integer, check_positive
+from path_attention.nn.configuration import (
+    AttentionConfig,
+    check_bool,
+    check_integer,
+    check_positive,
+)
 
 
 class PathAttentionConfig(AttentionConfig, PreTrainedConfig):
@@ -57,21 +62,29 @@ class PathAttentionConfig(AttentionConfig, PreTrainedConfig):
         ):
             check_integer(name, getattr(self, name), 1)
         check_positive("initializer_range", self.initializer_range)
+        for name in ("tie_word_embeddings", "use_cache"):
+            check_bool(name, getattr(self, name))
+        self._check_places()
+        PreTrainedConfig.__post_init__(self, **kwargs)
+
+    def _check_places(self) -> None:
+        """Layers and tokens that are named by their numbers."""
+        if not isinstance(self.nope_layers, (list, tuple, type(None))):
+            raise ValueError(f"nope_layers: expected a list of numbers, got {self.nope_layers!r}")
         for number in self.nope_layers or ():
-            if not 0 <= number < self.num_hidden_layers:
+            if not _is_below(number, self.num_hidden_layers):
                 raise ValueError(
                     f"nope_layers: expected numbers below num_hidden_layers = "
-                    f"{self.num_hidden_layers}, got {number}"
+                    f"{self.num_hidden_layers}, got {number!r}"
                 )
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             value = getattr(self, name)
-            for token in value if isinstance(value, list) else [value]:
-                if token is not None and not 0 <= token < self.vocab_size:
+            for token in value if isinstance(value, (list, tuple)) else [value]:
+                if token is not None and not _is_below(token, self.vocab_size):
                     raise ValueError(
                         f"{name}: expected a token below vocab_size = {self.vocab_size}, "
-                        f"got {token}"
+                        f"got {token!r}"
                     )
-        PreTrainedConfig.__post_init__(self, **kwargs)
 
     @property
     def layer_types(self) -> list[str]:
@@ -100,3 +113,7 @@ class PathAttentionConfig(AttentionConfig, PreTrainedConfig):
         if unknown:
             raise ValueError(f"overrides: expected fields of {cls.__name__}, got {unknown}")
         return cls(**{**PRESETS[name], **overrides})
+
+
+def _is_below(number: object, end: int) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and 0 <= number < end

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 
 @dataclass(kw_only=True)
@@ -142,11 +142,10 @@ class AttentionConfig:
         if self.beta_max > 2:
             raise ValueError(f"beta_max: expected a value in (0, 2], got {self.beta_max}")
         for name in ("beta_bias_init", "forget_bias_init"):
-            if not isinstance(getattr(self, name), (int, float)):
-                raise ValueError(f"{name}: expected a number, got {getattr(self, name)!r}")
+            if not is_finite(getattr(self, name)):
+                raise ValueError(f"{name}: expected a finite number, got {getattr(self, name)!r}")
         for name in ("qk_norm", "output_norm", "moves_values", "qkv_bias", "output_bias"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}: expected True or False, got {getattr(self, name)!r}")
+            check_bool(name, getattr(self, name))
         check_choice(
             "rotation_angles", self.rotation_angles, ("learned", "random_token", "random_position")
         )
@@ -155,7 +154,8 @@ class AttentionConfig:
         pairs, given = cast(int, self.head_dim) // 2, self.rope_frequencies
         if given is None:
             return
-        if len(given) != pairs or not all(math.isfinite(f) for f in given):
+        right = isinstance(given, (list, tuple)) and len(given) == pairs
+        if not right or not all(is_finite(frequency) for frequency in given):
             raise ValueError(
                 f"rope_frequencies: expected {pairs} finite numbers, one a pair of head_dim = "
                 f"{self.head_dim}, got {given}"
@@ -164,14 +164,25 @@ class AttentionConfig:
 
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
     """Raise ValueError, naming the field, unless the value is one of these."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name}: expected one of {sorted(choices)}, got {value!r}")
 
 
-def check_positive(name: str, value: object) -> None:
-    """Raise ValueError, naming the field, unless the value is a number above 0."""
-    if not isinstance(value, (int, float)) or not value > 0:
-        raise ValueError(f"{name}: expected a number above 0, got {value!r}")
+def is_finite(value: object) -> bool:
+    """Whether it is a number (True is none), and neither infinite nor NaN."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raise ValueError, naming the field, unless the value is a finite number above 0."""
+    if not is_finite(value) or not value > 0:
+        raise ValueError(f"{name}: expected a finite number above 0, got {value!r}")
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise ValueError, naming the field, unless the value is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}: expected True or False, got {value!r}")
 
 
 def check_integer(name: str, value: object, lowest: int) -> None:
