@@ -31,7 +31,7 @@ import numpy as np
 from path_attention.training import tokenizer as tokenizers
 from path_attention.training.lock import locked
 from path_attention.training.progress import progress_bar, say
-from path_attention.training.sources import COPY, HUB, Documents
+from path_attention.training.sources import COPY, HUB, BrokenStream, Documents
 from path_attention.training.tokens import JOURNAL, TOKENS, Encoder, Written, write_tokens
 
 if TYPE_CHECKING:
@@ -300,7 +300,8 @@ def _present(out: Path, fingerprint: str, overwrite: bool) -> TokenCorpus | None
 
 @contextmanager
 def _partial(out: Path, fingerprint: str) -> Iterator[Path]:
-    """The folder where a corpus is made, for one process at a time; it outlives a kill alone."""
+    """The folder where a corpus is made, for one process at a time; it outlives a kill, and a
+    stream that broke after some tokens."""
     partial = out.parent / f".{out.name}.partial-{fingerprint[:16]}"
     with locked(out.parent / f".{out.name}.lock"):
         partial.mkdir(exist_ok=True)
@@ -309,6 +310,10 @@ def _partial(out: Path, fingerprint: str) -> Iterator[Path]:
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise OSError(error.errno, f"corpus: {error.strerror or error}", str(out)) from error
+        except BrokenStream:
+            if not (partial / JOURNAL).exists():
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
         except Exception:
             shutil.rmtree(partial, ignore_errors=True)
             raise

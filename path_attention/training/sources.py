@@ -33,6 +33,10 @@ class TextFile:
     explicit: bool  # named by the user itself, so failing to read it is an error
 
 
+class BrokenStream(ValueError):
+    """A data set can't be read, or not to its end; what was read of it before still holds."""
+
+
 class Documents:
     """The documents of a list of sources, in a fixed order; iterate as often as needed.
 
@@ -47,7 +51,7 @@ class Documents:
         max_documents: stop after so many documents.
 
     Raises:
-        ValueError: `sources` is empty, names nothing, or a data set can't be read.
+        ValueError: `sources` is empty, names nothing, or a data set can't be read (`BrokenStream`).
         OSError: a file that was named explicitly can't be read.
     """
 
@@ -188,7 +192,7 @@ def _stream_hub(
     try:
         rows = iter(load_dataset(name, config, split=split, streaming=True))
     except Exception as error:  # the library raises a dozen unrelated types
-        raise ValueError(_hub_failure(name, error)) from error
+        raise BrokenStream(_hub_failure(name, error)) from error
     number = 0
     while True:
         try:
@@ -196,13 +200,16 @@ def _stream_hub(
         except StopIteration:
             return
         except Exception as error:
-            raise ValueError(_hub_failure(name, error)) from error
-        if not isinstance(row.get(column), str):
+            raise BrokenStream(_hub_failure(name, error)) from error
+        text = row.get(column)
+        if text is None and column in row:
+            text = ""
+        if not isinstance(text, str):
             raise ValueError(
                 f"hub_column: expected a column of text of {name!r}, one of {sorted(row)}, "
                 f"got {column!r}"
             )
-        yield f"{name}/{number}", row[column]
+        yield f"{name}/{number}", text
         number += 1
 
 

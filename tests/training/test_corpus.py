@@ -253,6 +253,53 @@ def test_a_data_set_is_streamed(tmp_path: Path) -> None:
         make(f"hub:{tmp_path}/no/set", tmp_path / "e")
 
 
+def test_a_row_without_text_is_empty(tmp_path: Path) -> None:
+    rows = [{"text": None if n == 3 else f"row {n} of the set"} for n in range(30)]
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    corpus = make(f"hub:{tmp_path / 'set'}", tmp_path / "c")
+    assert len(corpus.names) == 29 and corpus.info["skipped"] == {"empty": 1}
+
+
+@pytest.mark.parametrize("again", [35, 0])
+def test_a_stream_that_breaks_goes_on_where_it_was(tmp_path: Path, monkeypatch, again: int) -> None:
+    """Broken at row 35 while tokens are made, then at row `again`; each text is encoded once."""
+    import datasets
+
+    encoded, breaks = [], [None]
+
+    def stream(*_, **__):
+        for n in range(40):
+            if n == breaks[0]:
+                raise ConnectionError("gone")
+            yield {"text": f"row {n} of the set " * 9}
+
+    own, train = Encoder.encode, corpus_module._train_tokenizer
+
+    def encode(self, texts):
+        encoded.extend(texts)
+        return own(self, texts)
+
+    def then_break(*given):
+        tokenizer = train(*given)
+        breaks[0] = 35
+        return tokenizer
+
+    monkeypatch.setattr(datasets, "load_dataset", stream)
+    monkeypatch.setattr(corpus_module, "_BATCH_CHARACTERS", 1000)
+    whole = make("hub:set", tmp_path / "whole")
+    monkeypatch.setattr(Encoder, "encode", encode)
+    monkeypatch.setattr(corpus_module, "_train_tokenizer", then_break)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="the hub data set 'set' can't be read: gone"):
+            make("hub:set", tmp_path / "parts")
+        breaks[0] = again
+    breaks[0] = None
+    parts = make("hub:set", tmp_path / "parts")
+    assert parts.tokens.tolist() == whole.tokens.tolist() and len(encoded) == 40
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["parts", "whole"]
+
+
 def test_without_a_folder_it_goes_to_the_cache(
     tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
