@@ -66,7 +66,7 @@ class BenchmarkAccuracy:
     cases: str = ",".join(CASES)
     """Cases of inputs made here, with commas between; empty for none."""
     encodings: str = "path,path_fox,fox"
-    """Of path, path_fox, fox, nope, with commas between."""
+    """Of path, path_fox, fox, nope, alibi, with commas between."""
     candidates: str = ""
     """Names with commas between; empty for all that run here."""
     model: Path | None = None

@@ -2,7 +2,8 @@
 
 A candidate is a name, the encodings that it computes, and `make(inputs, encoding)`, which returns a
 function without arguments whose result is the output `[B, T, HQ, D]`. Encodings: "path" (transport
-by Householder factors), "path_fox" (and a forget gate), "fox" (the gate alone), "nope" (neither).
+by Householder factors), "path_fox" (and a forget gate), "fox" (the gate alone), "nope" (neither),
+"alibi" (in place of the gate a constant of each head, which takes no gradient).
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from path_attention.benchmarks.inputs import Inputs
+from path_attention.nn.encoding import alibi_exponents
 from path_attention.ops.path import IMPLEMENTATIONS, path_attention
 
-ENCODINGS = ("path", "path_fox", "fox", "nope")
+ENCODINGS = ("path", "path_fox", "fox", "nope", "alibi")
 _MASK_BLOCK = 128  # FlexAttention's own choice
 Call = Callable[[], Tensor]
 Layout = Literal["batch", "packed"]
@@ -66,6 +68,10 @@ def _ours(name: str) -> Callable[[Inputs, str], Call]:
     def make(x: Inputs, encoding: str) -> Call:
         w, beta = (x.w, x.beta) if encoding.startswith("path") else (None, None)
         log_forget = x.log_forget if encoding.endswith("fox") else None
+        if encoding == "alibi":
+            slopes = torch.exp2(-alibi_exponents(x.q.shape[2], x.q.device))
+            dtype = torch.promote_types(x.q.dtype, torch.float32)
+            log_forget = -slopes.to(dtype).expand(x.q.shape[:3])
         options: dict[str, Any] = {"scale": x.scale, "cu_seqlens": x.packing}
         return lambda: path_attention(
             x.q, x.k, x.v, w, beta, log_forget, implementation=name, **options

@@ -35,7 +35,7 @@ class BenchmarkKernels:
     sizes: str = "64,128"
     """Head sizes, with commas between."""
     encodings: str = "path,path_fox"
-    """Of path, path_fox, fox, nope, with commas between."""
+    """Of path, path_fox, fox, nope, alibi, with commas between."""
     loops: str = "portable,hopper"
     """Main loops: portable, hopper (for capability 90), with commas between."""
     out: Path = Path("results/kernels")
@@ -84,7 +84,8 @@ class BenchmarkKernels:
         from path_attention.ops.triton import call, hopper, meet, move, operator, ranges
 
         x = make_inputs(1, _TOKENS, 2, 2, size, torch.bfloat16, torch.device("cpu"))
-        used = {"path": x[:5], "path_fox": x[:6], "fox": (*x[:3], None, None, x[5])}
+        gated = (*x[:3], None, None, x[5])
+        used = {"path": x[:5], "path_fox": x[:6], "fox": gated, "alibi": gated}
         inputs = (*used.get(encoding, x[:3]), None, None, None)[:6]
         memory = _SHARED_MEMORY[self.capability] * 1024
         with (

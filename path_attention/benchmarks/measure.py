@@ -113,6 +113,18 @@ def relative_error(got: Job, exact: Job) -> float:
     return max(errors) if all(map(math.isfinite, errors)) else math.inf
 
 
+def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second of a large product of matrices: the median of 10."""
+    n = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    taken = []
+    for _ in range(13):
+        with stopwatch(device) as read:
+            torch.mm(a, b)
+        taken.append(read())
+    return 2 * n**3 / (median(taken[3:]) / 1e3)
+
+
 def _time(job: Job) -> dict[str, float]:
     device = job.grad_out.device
     if device.type != "cuda":

@@ -51,7 +51,7 @@ class BenchmarkOperator:
     size: int = 64
     """Head size of queries, keys and values."""
     encodings: str = "path,path_fox,fox"
-    """Of path, path_fox, fox, nope, with commas between; the anchors are always nope."""
+    """Of path, path_fox, fox, nope, alibi, with commas between; the anchors are always nope."""
     candidates: str = ""
     """Names with commas between; empty for all that run here."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

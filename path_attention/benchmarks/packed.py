@@ -49,7 +49,7 @@ class BenchmarkPacked:
     shapes: str = "32x64,16x128"
     """Heads x head size, with commas between."""
     encodings: str = "path,path_fox,fox,nope"
-    """Of path, path_fox, fox, nope, with commas between; the anchor is always nope."""
+    """Of path, path_fox, fox, nope, alibi, with commas between; the anchor is always nope."""
     candidates: str = ""
     """Names with commas between; empty for all that run here."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from path_attention.benchmarks.candidates import ENCODINGS, candidates
 from path_attention.benchmarks.comparison import publish, shapes, words
 from path_attention.benchmarks.inputs import make_inputs
+from path_attention.benchmarks.measure import matrix_rate
 from path_attention.results import write_figure
 
 _REPEATS = 5
@@ -24,7 +25,8 @@ _DRAWN = 0.005  # of all time: what takes less is drawn with the others
 class BenchmarkStages:
     """Milliseconds of each kernel of the Triton operator, forward and backward, on one GPU.
 
-    The main loops' matrix rate too: their products alone, 2·m·n·k operations each, over their time.
+    The main loops' matrix rate too: their products alone, 2·m·n·k operations each, over their time;
+    and what share that is of a large product's rate in the same run, the ceiling.
     Writes OUT.json and OUT.png and prints the table.
     """
 
@@ -33,7 +35,7 @@ class BenchmarkStages:
     shapes: str = "32x64,16x128"
     """Heads x head size, with commas between."""
     encodings: str = "path,path_fox,fox,nope"
-    """Of path, path_fox, fox, nope, with commas between."""
+    """Of path, path_fox, fox, nope, alibi, with commas between."""
     out: Path = Path("results/operator_stages")
     """Where the results go, without an ending."""
 
@@ -44,23 +46,24 @@ class BenchmarkStages:
             raise ValueError("device: expected an NVIDIA GPU, got none")
         device = torch.device("cuda")
         encodings = words("encodings", self.encodings, ENCODINGS)
-        rows = []
+        ceiling, rows = matrix_rate(device, torch.bfloat16), []
         for heads, size in shapes(self.shapes):
             for encoding in encodings:
-                rows += self._measure(encoding, heads, size, device)
+                rows += self._measure(encoding, heads, size, device, ceiling)
         result = publish(
             self,
             "stages",
-            what="Milliseconds of the Triton operator's kernels, each pass by itself, and the main "
-            "loops' TFLOP/s",
+            what="Milliseconds of the Triton operator's kernels, each pass by itself, the main "
+            f"loops' TFLOP/s, and their share of a large product's {ceiling / 1e12:.0f} TFLOP/s",
             rows=rows,
             device=device,
             draw=_draw,
         )
-        print_rows(result, ("size", "encoding", "pass", "kernel", "ms", "tflop_per_s"))
+        columns = ("size", "encoding", "pass", "kernel", "ms", "tflop_per_s", "of_ceiling")
+        print_rows(result, columns)
 
     def _measure(
-        self, encoding: str, heads: int, size: int, device: torch.device
+        self, encoding: str, heads: int, size: int, device: torch.device, ceiling: float
     ) -> list[dict[str, Any]]:
         inputs = make_inputs(1, self.tokens, heads, heads, size, torch.bfloat16, device)
         triton = next(c for c in candidates("cuda") if c.name == "triton")
@@ -76,7 +79,7 @@ class BenchmarkStages:
         for name, run in (("forward", call), ("backward", backward)):
             for kernel, ms in sorted(_kernels(run).items(), key=lambda item: -item[1]):
                 loop = products.get(_stage(kernel))
-                rate = None if loop is None else loop / ms / 1e9
+                rate = None if loop is None else loop / (ms / 1e3)
                 rows.append(
                     {
                         "encoding": encoding,
@@ -86,7 +89,8 @@ class BenchmarkStages:
                         "pass": name,
                         "kernel": kernel,
                         "ms": float(f"{ms:.3g}"),
-                        "tflop_per_s": None if rate is None else round(rate),
+                        "tflop_per_s": None if rate is None else round(rate / 1e12),
+                        "of_ceiling": None if rate is None else round(rate / ceiling, 3),
                     }
                 )
         return rows

@@ -26,7 +26,7 @@ from path_attention.benchmarks.comparison import (
     set_threads,
     words,
 )
-from path_attention.benchmarks.measure import stopwatch
+from path_attention.benchmarks.measure import matrix_rate, stopwatch
 from path_attention.models import PRESETS, PathAttentionConfig
 from path_attention.ops.packing import Packing
 from path_attention.training.flops import ModelFlops, peak_flops
@@ -334,18 +334,6 @@ def _attention(kind: str) -> Iterator[None]:
     else:
         with sdpa_kernel(_SDPA[kind], set_priority=True):
             yield
-
-
-def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of a large product of matrices: the median of 10."""
-    n = 8192 if device.type == "cuda" else 1024
-    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    taken = []
-    for _ in range(13):
-        with stopwatch(device) as read:
-            torch.mm(a, b)
-        taken.append(read())
-    return 2 * n**3 / (median(taken[3:]) / 1e3)
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:

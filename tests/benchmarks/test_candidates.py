@@ -14,6 +14,8 @@ from path_attention import Packing, path_attention
 from path_attention.benchmarks import candidates as module
 from path_attention.benchmarks.candidates import DEFINITION, causal_block_mask
 from path_attention.benchmarks.inputs import Inputs, make_inputs
+from path_attention.nn.configuration import AttentionConfig
+from path_attention.nn.encoding import Alibi
 
 CPU = torch.device("cpu")
 
@@ -52,6 +54,15 @@ def test_flex_attention_with_these_blocks_is_causal():
     out = flex_attention(q, k, v, block_mask=causal_block_mask(300, CPU))
     assert isinstance(out, Tensor)
     torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+def test_alibi_is_the_layers():
+    x = make_inputs(2, 70, 4, 2, 16, torch.float32, CPU)
+    layer = Alibi(AttentionConfig(hidden_size=64, num_attention_heads=4, decay="alibi"))
+    gates = layer(x.q.flatten(2), SimpleNamespace())
+    exact = path_attention(x.q, x.k, x.v, log_forget=gates, implementation="definition")
+    torch.testing.assert_close(output("blockwise", "batch", x, "alibi"), exact)
+    assert x.used_by("alibi") == [x.q, x.k, x.v]  # no gradient of the slopes
 
 
 @pytest.mark.parametrize("encoding", ["path", "path_fox", "fox"])

@@ -119,7 +119,7 @@ def test_a_wrong_operator_is_not_measured(factor, tmp_path, monkeypatch):
         ({"memory_tokens": "a"}, "memory_tokens: expected positive integers"),
         (
             {"encodings": "rope"},
-            "encodings: expected some of path, path_fox, fox, nope, got 'rope'",
+            "encodings: expected some of path, path_fox, fox, nope, alibi, got 'rope'",
         ),
         ({"candidates": "fast"}, "candidates: expected some of sdpa, blockwise, got 'fast'"),
         ({"heads": 4, "key_heads": 3}, "key_heads: expected a divisor of 4 heads, got 3"),
