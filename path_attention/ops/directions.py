@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from path_attention.ops.gradients import refuse_tangents
 from path_attention.ops.packing import Packing
 
 _TRITON_HEAD_SIZE = 256
@@ -53,6 +54,7 @@ def householder_directions(
     chosen = _choose(implementation, x, weight, heads)
     with torch.autocast(x.device.type, enabled=False):
         if chosen == "triton":
+            refuse_tangents("directions' triton", x, weight, state, instead="torch")
             from path_attention.ops.triton.directions import triton_directions
 
             return triton_directions(x, weight, heads, state, packing, eps)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 
 def register_gradients(forward: Any, backward: Any, name: str, options: int = 0) -> None:
@@ -40,6 +42,20 @@ def register_gradients(forward: Any, backward: Any, name: str, options: int = 0)
 
     forward.register_autograd(differentiate, setup_context=keep)
     backward.register_autograd(_refusal(name))
+
+
+def refuse_tangents(name: str, *inputs: Tensor | None, instead: str = "definition") -> None:
+    """Raise RuntimeError, naming `name`, on inputs of forward mode (`torch.func.jvp`).
+
+    A custom operator would drop their tangents without a word; implementation `instead` does not.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if any(x is not None and unpack_dual(x).tangent is not None for x in inputs):
+        raise RuntimeError(
+            f"path_attention: {name} has no derivatives of forward mode (jvp); "
+            f'implementation="{instead}" has them'
+        )
 
 
 def _refusal(name: str) -> Callable[..., None]:

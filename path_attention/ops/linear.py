@@ -22,7 +22,7 @@ from path_attention.ops.arguments import (
     unit_directions,
 )
 from path_attention.ops.definition import apply_factors
-from path_attention.ops.gradients import register_gradients
+from path_attention.ops.gradients import refuse_tangents, register_gradients
 from path_attention.ops.packing import Packing
 from path_attention.ops.sequences import Group, Heads, gather, make_groups, scatter, to_heads
 
@@ -93,6 +93,8 @@ def linear_attention(
         if log_forget is not None:
             log_forget = log_forget.to(dtype).clamp(min=LOWEST_LOG_FORGET)
         tensors = [None if x is None else x.to(dtype) for x in (q, k, v, w, beta, log_forget)]
+        if implementation == "chunked":
+            refuse_tangents("linear attention's chunked", *tensors, state)
         out, state = _IMPLEMENTATIONS[implementation](*tensors, scale, state, packing)
     return out.to(q.dtype), state.flatten(1, 2)
 

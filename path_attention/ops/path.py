@@ -16,6 +16,7 @@ from path_attention.ops.arguments import (
 )
 from path_attention.ops.blockwise import blockwise
 from path_attention.ops.definition import definition
+from path_attention.ops.gradients import refuse_tangents
 from path_attention.ops.packing import Packing
 from path_attention.ops.sdpa import sdpa, sdpa_lacks
 
@@ -132,6 +133,8 @@ def path_attention(
         w, beta = w[:, :, :, 0], beta[..., 0]
     lse_gradient = return_lse and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
     name = _choose(implementation, q, v, w, log_forget, packing, return_lse, lse_gradient)
+    if name in ("blockwise", "triton"):
+        refuse_tangents(name, q, k, v, w, beta, log_forget)
     with torch.autocast(q.device.type, enabled=False):
         if name == "sdpa":
             out, lse = sdpa(q, k, v, scale, packing, return_lse)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from path_attention.ops.arguments import cast_as_autocast_does, check_packing, check_tensors
-from path_attention.ops.gradients import register_gradients
+from path_attention.ops.gradients import refuse_tangents, register_gradients
 from path_attention.ops.packing import Packing
 from path_attention.ops.sequences import make_groups, scatter, to_heads
 
@@ -62,6 +62,8 @@ def stick_breaking_attention(
     packing = check_packing(q, cu_seqlens)
     scale = float(q.shape[3] ** -0.5 if scale is None else scale)
     name = choose(implementation, q, v)
+    if name != "definition":
+        refuse_tangents(f"stick-breaking's {name}", q, k, v)
     with torch.autocast(q.device.type, enabled=False):
         return _IMPLEMENTATIONS[name](q, k, v, scale, packing)
 

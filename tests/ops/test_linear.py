@@ -197,6 +197,23 @@ def test_second_derivatives_are_refused():
         grad.sum().backward()
 
 
+def test_forward_mode_is_refused():
+    x = make_inputs(20)
+
+    def tangent(name):
+        return torch.func.jvp(
+            lambda q: linear_attention(q, *x[1:], implementation=name)[0],
+            x[:1],
+            (torch.ones_like(x[0]),),
+        )[1]
+
+    assert tangent("definition").any()
+    with pytest.raises(
+        RuntimeError, match="linear attention's chunked has no derivatives of forward mode"
+    ):
+        tangent("chunked")
+
+
 @pytest.mark.parametrize("which", [0, 1])
 def test_gradient_of_one_result_alone(which):
     x = [y.requires_grad_() for y in make_inputs(90)]

@@ -195,6 +195,23 @@ def test_second_derivatives_are_refused():
         grad.sum().backward()
 
 
+def test_forward_mode_is_refused():
+    x = make_inputs(20)
+
+    def tangent(name):
+        return torch.func.jvp(
+            lambda q: stick_breaking_attention(q, *x[1:], implementation=name)[0],
+            x[:1],
+            (torch.ones_like(x[0]),),
+        )[1]
+
+    assert tangent("definition").any()
+    with pytest.raises(
+        RuntimeError, match="stick-breaking's blockwise has no derivatives of forward mode"
+    ):
+        tangent("blockwise")
+
+
 @pytest.mark.parametrize("packing", [None, Packing.from_lengths(LENGTHS)])
 def test_registered_as_torch_asks(packing):
     x = [*leaves(200), 0.5, None if packing is None else packing.cu_seqlens]
