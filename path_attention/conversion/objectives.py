@@ -30,6 +30,7 @@ from path_attention.training.flops import (
 )
 from path_attention.training.objective import Objective
 from path_attention.training.processes import Processes, spread
+from path_attention.training.recipe import check_choices
 from path_attention.training.rows import IGNORED, Row
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class Choices:
     exchange: float | None = None
 
     def __post_init__(self) -> None:
+        check_choices(self)
         if self.exchange is not None and not 0 < self.exchange <= 1:
             raise ValueError(f"exchange: expected in (0, 1] or None, got {self.exchange}")
 

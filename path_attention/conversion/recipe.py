@@ -21,7 +21,6 @@ from typing import Literal
 from path_attention.conversion.lora import LoraRecipe
 from path_attention.conversion.objectives import Choices, Trainable
 from path_attention.conversion.starts import Directions, StartRule
-from path_attention.conversion.teacher import TARGETS
 from path_attention.training.mixture import parse_part, whole_weights
 from path_attention.training.recipe import (
     CheckpointRecipe,
@@ -29,6 +28,7 @@ from path_attention.training.recipe import (
     LogRecipe,
     Parallel,
     Precision,
+    check_choices,
 )
 
 _EXCHANGED = ("path", "path_fox")
@@ -68,6 +68,7 @@ class StageRecipe:
     relative: bool = False
 
     def __post_init__(self) -> None:
+        check_choices(self)
         if self.tokens < 0:
             raise ValueError(f"tokens: expected at least 0, got {self.tokens}")
         if not 0 <= self.warmup <= 1:
@@ -213,8 +214,7 @@ class ConversionRecipe:
     log: LogRecipe = field(default_factory=LogRecipe)
 
     def __post_init__(self) -> None:
-        if self.to not in TARGETS:
-            raise ValueError(f"to: expected one of {list(TARGETS)}, got {self.to!r}")
+        check_choices(self)
         for specifications in (self.data, self.stage_data):
             if specifications:
                 whole_weights([weight for _, weight in map(parse_part, specifications)])

@@ -10,7 +10,7 @@ import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -460,6 +460,8 @@ def _check_split(
 
 
 def _check_resume(out: Path, resume: Resume) -> None:
+    if resume not in get_args(Resume):
+        raise ValueError(f"resume: expected one of {list(get_args(Resume))}, got {resume!r}")
     present = any((out / "checkpoints").glob("step-*"))
     if resume == "must" and not present:
         raise ValueError(f'resume: expected a checkpoint with "must", {out} has none')

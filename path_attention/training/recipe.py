@@ -6,7 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from path_attention.training.corpus import CorpusRecipe
 
@@ -19,6 +19,15 @@ def _at_least(low: float, **values: float | None) -> None:
     for name, value in values.items():
         if value is not None and not value >= low:
             raise ValueError(f"{name}: expected at least {low}, got {value}")
+
+
+def check_choices(recipe: object) -> None:
+    """Raise ValueError, naming it, if a dataclass's field is none of those its `Literal` lists."""
+    for name, hint in get_type_hints(type(recipe)).items():
+        if get_origin(hint) is Literal and getattr(recipe, name) not in get_args(hint):
+            raise ValueError(
+                f"{name}: expected one of {list(get_args(hint))}, got {getattr(recipe, name)!r}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +153,7 @@ class ScheduleRecipe:
     decay_steps: int | None = None
 
     def __post_init__(self) -> None:
+        check_choices(self)
         _at_least(0, warmup_steps=self.warmup_steps, warmup_tokens=self.warmup_tokens)
         for name in ("start", "final"):
             if not 0 <= getattr(self, name) <= 1:
@@ -254,6 +264,7 @@ class GuardRecipe:
     most: int = 8
 
     def __post_init__(self) -> None:
+        check_choices(self)
         _at_least(1, window=self.window, most=self.most)
         if self.spike is not None and not self.spike > 0:
             raise ValueError(f"spike: expected more than 0 or None, got {self.spike}")
@@ -310,6 +321,7 @@ class Recipe:
     log: LogRecipe = field(default_factory=LogRecipe)
 
     def __post_init__(self) -> None:
+        check_choices(self)
         _at_least(1, steps=self.steps, context_parallel=self.context_parallel)
         _at_least(0, seed=self.seed)
         _at_least(2, batch_tokens=self.batch_tokens)

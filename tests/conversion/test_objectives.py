@@ -224,6 +224,8 @@ def test_contradictions_are_refused() -> None:
         prepared(NextToken(Choices()), kept)
     with pytest.raises(ValueError, match="^trainable: expected 'attention' or 'encoding'"):
         MatchAttention(teacher, Choices(trainable="all"))
+    with pytest.raises(ValueError, match="^trainable: expected one of .*got 'atention'"):
+        Choices(trainable="atention")  # pyright: ignore
     with pytest.raises(ValueError, match=r"^exchange: expected in \(0, 1\]"):
         Choices(exchange=0.0)
     rope = copy_model(teacher.model, student_config(teacher.model.config, "rope"))

@@ -313,6 +313,8 @@ def test_a_changed_recipe_is_refused(straight: Path, make_recipe, tmp_path: Path
     message = "optimizer.learning_rate was 0.01, is 0.02; seed was 0, is 1"
     with pytest.raises(ValueError, match=message):
         loop.train(changed, straight)
+    with pytest.raises(ValueError, match="^resume: expected one of"):
+        loop.train(make_recipe(), straight, resume="sometimes")
     with pytest.raises(ValueError, match='expected a new folder with "never"'):
         loop.train(make_recipe(), straight, resume="never")
     with pytest.raises(ValueError, match='expected a checkpoint with "must"'):

@@ -11,6 +11,7 @@ from path_attention.training.corpus import CorpusRecipe
 from path_attention.training.recipe import (
     CheckpointRecipe,
     DataRecipe,
+    GuardRecipe,
     LogRecipe,
     ModelRecipe,
     OptimizerRecipe,
@@ -54,6 +55,8 @@ def test_no_warm_up_starts_at_the_peak_of_a_flat_course() -> None:
         (lambda: OptimizerRecipe(learning_rate=float("nan")), "learning_rate: expected at least 0"),
         (lambda: OptimizerRecipe(betas=(0.9, 1.0)), r"betas: expected two values in \[0, 1\)"),
         (lambda: OptimizerRecipe(clip=0.0), "clip: expected more than 0 or None"),
+        (lambda: ScheduleRecipe(kind="linear"), r"^kind: expected one of \['cosine', 'wsd'\]"),
+        (lambda: GuardRecipe(action="ignore"), r"^action: expected one of \['stop', 'skip'\]"),
         (lambda: ScheduleRecipe(kind="wsd"), "decay_steps: expected a number"),
         (lambda: ScheduleRecipe(decay_steps=5), 'decay_steps: expected None with kind="cosine"'),
         (lambda: ScheduleRecipe(final=2.0), r"final: expected in \[0, 1\]"),
@@ -88,6 +91,10 @@ def test_bad_parts_are_refused(make, message: str) -> None:
         ({"schedule": ScheduleRecipe(warmup_steps=7)}, "schedule: expected warm-up and decay"),
         ({"schedule": ScheduleRecipe(warmup_tokens=900)}, "within steps = 6, got 7"),
         ({"seed": -1}, "seed: expected at least 0"),
+        ({"parallel": "fdsp"}, r"^parallel: expected one of \['auto', 'ddp', 'fsdp'\], got 'fdsp'"),
+        ({"precision": "float16"}, "^precision: expected one of"),
+        ({"initialisation": "mata"}, "^initialisation: expected one of"),
+        ({"device": "gpu"}, "^device: expected one of"),
     ],
 )
 def test_contradictions_are_refused(make_recipe, fields, message: str) -> None:
