@@ -9,8 +9,10 @@
                      layer's
     logits           copies of a chunk in float32, and the head's gradient
 
-Spread by fsdp, weights, gradients, moments and the teacher are divided by the processes. Weights,
-gradients, moments and teacher are counts; activations are an estimate.
+Spread by fsdp, weights, gradients, moments and the teacher are divided by the processes, but for
+the teacher's attention layers where attention is matched; before that, weights and teacher are
+whole on each device. Weights, gradients, moments and teacher are counts; activations are an
+estimate.
 """
 
 from __future__ import annotations
@@ -66,9 +68,11 @@ def estimate_memory(
     if chosen.trainable == "lora":
         trains += _adapters(model, recipe)
     teacher = {"attention": attention - encoding, "logits": whole - encoding}.get(stage, 0)
-    states = 4 * whole + 12 * trains + dtype.itemsize * teacher
+    weights, kept, beside = 4 * whole, 4 * whole + 12 * trains, dtype.itemsize * teacher
+    states = kept + beside
     if recipe.parallel == "fsdp":
-        states //= processes.count
+        shared = states if stage != "attention" else kept
+        states = max(weights + beside, shared // processes.count + states - shared)
     tokens = chosen.micro_batch_tokens or chosen.batch_tokens // processes.count
     activations = _activations(config, recipe, stage, tokens, dtype.itemsize)
     return Estimate(states, activations)

@@ -240,6 +240,7 @@ def test_what_does_not_fit_is_refused(pretrained, paths, tmp_path, corpora) -> N
         ({"data": ("a=0.5", "b=0.4")}, "mixture: .*shares that sum to 1"),
         ({"to": "rope"}, "^to: expected another encoding to distil into, got 'rope'"),
         ({"to": "alibi"}, "^to: expected one of"),
+        ({"directions": "values"}, r"^directions: expected one of \['random', 'keys'\]"),
         ({"to": "fox", "start": "exchange"}, "^start: expected 'exchange' with one of"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -276,6 +277,14 @@ def test_the_estimate_counts_states_to_the_byte(pretrained, paths) -> None:
     spread = dataclasses.replace(recipe, parallel="fsdp")
     two = Processes(0, 2, torch.device("cpu"))
     assert estimate_memory(config, spread, "logits", two).states == found["logits"] // 2
+    # both come whole before they are spread, and the teacher's attention layers stay so
+    eight = Processes(0, 8, torch.device("cpu"))
+    assert estimate_memory(config, spread, "logits", eight).states == 4 * whole + 4 * old
+    kept = 4 * (attention - (whole - old))
+    for processes in (two, eight):
+        shared = (found["attention"] - kept) // processes.count
+        states = estimate_memory(config, spread, "attention", processes).states
+        assert states == kept + max(shared, 4 * whole)
     lora = replace(recipe, "logits", trainable="lora")
     assert estimate_memory(config, lora, "logits", ALONE).states < found["logits"]
     more = dataclasses.replace(recipe, activation_checkpointing=True)
