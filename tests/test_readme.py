@@ -75,6 +75,14 @@ def test_every_quoted_number_is_the_one_in_its_file():
             check_quote(text, target)
 
 
+def test_numbers_of_the_choice_of_an_encoding_are_those_of_their_files():
+    text = (ROOT / "docs" / "how-to-choose-an-encoding.md").read_text(encoding="utf-8")
+    quotes = [(shown, target) for shown, target in LINK.findall(text) if "#" in target]
+    assert len(quotes) > 15
+    for shown, target in quotes:
+        check_quote(shown, target.removeprefix("../"))
+
+
 def test_every_number_has_a_source():
     assert not unsourced(README), "link them to results/, or list them in NOT_MEASURED"
 

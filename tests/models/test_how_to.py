@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,11 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from path_attention import Packing
-from path_attention.models import PRESETS
+from path_attention.models import PRESETS, PathAttentionConfig
 from path_attention.models.cache import CACHE_NAME
+from path_attention.nn import AttentionConfig
 from path_attention.nn.encoding import DECAYS, TRANSPORTS
+from path_attention.nn.normalizer import NORMALIZERS
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -126,3 +129,27 @@ def test_the_table_of_presets_is_true() -> None:
         else:
             assert told.pop(name) == fields
     assert not told
+
+
+def test_the_choice_names_every_option_of_a_layer() -> None:
+    text = (DOCS / "how-to-choose-an-encoding.md").read_text("utf-8")
+    fields = {field.name for field in dataclasses.fields(AttentionConfig)} | {"nope_layers"}
+    assert {name for name in fields if f"`{name}" not in text} == set()
+    assert {name for name in (*TRANSPORTS, *DECAYS, *NORMALIZERS) if name not in text} == set()
+    taken = re.findall(r"^- \*\*.*: `(\w+)`", text, re.M)
+    assert len(taken) == 4 and set(taken) <= set(PRESETS)
+
+
+def test_layers_without_rope_are_as_told() -> None:
+    def transports(preset: str, **options: Any) -> list[str]:
+        config = PathAttentionConfig.from_preset(
+            preset, num_hidden_layers=4, nope_layers=[1], **options
+        )
+        return [config.of_layer(n).transport for n in range(4)]
+
+    assert transports("rope") == ["rotary", "none", "rotary", "rotary"]
+    both = transports("path_fox", transport="rotary_householder")
+    assert both == ["rotary_householder", "householder", *2 * ["rotary_householder"]]
+    default = PathAttentionConfig()
+    wanted = {"transport": "householder", "decay": "none"}
+    assert PRESETS["path"] == wanted == {n: getattr(default, n) for n in wanted}

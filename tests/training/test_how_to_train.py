@@ -63,6 +63,27 @@ def test_the_long_sequence_runs_on_two_processes(tmp_path: Path) -> None:
     assert [float(loss) for _, loss in found] == pytest.approx([whole] * 2, abs=2e-5)
 
 
+def test_the_loop_of_ones_own_packs_and_checkpoints() -> None:
+    torch.manual_seed(0)
+    names: dict = {}
+    exec(CODE[2].replace("optimizer.step()", ""), names)
+    model, ids = names["model"], names["ids"]
+    checkpointed = [p.grad.clone() for p in model.parameters()]
+    model.gradient_checkpointing_disable()
+    model.zero_grad()
+    apart = [
+        model(part, labels=part, num_items_in_batch=998).loss for part in ids.split([700, 300], 1)
+    ]
+    sum(apart).backward()
+    torch.testing.assert_close(sum(apart), names["loss"])
+    for parameter, grad in zip(model.parameters(), checkpointed, strict=True):
+        allowed = 64 * torch.finfo(torch.float32).eps * grad.abs().max().item()
+        torch.testing.assert_close(parameter.grad, grad, rtol=1e-4, atol=allowed)
+    with pytest.raises(ValueError, match="cache: expected none with gradient checkpointing"):
+        model.gradient_checkpointing_enable()
+        model(ids, use_cache=True)
+
+
 def options_of(words: list[str], capsys) -> str:
     with pytest.raises(SystemExit):
         main([*words, "--help"])
