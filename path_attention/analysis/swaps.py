@@ -60,7 +60,12 @@ class AnalyzeSwaps:
 
     def measure(self, device: torch.device, report: Callable[[str], None]) -> list[dict[str, Any]]:
         """The rows of the result. Raises ValueError on bad options."""
-        bounds = [float(word) for word in self.beta_max.split(",")]
+        try:
+            bounds = [float(word) for word in self.beta_max.split(",")]
+        except ValueError:
+            raise ValueError(
+                f"beta_max: expected numbers with commas between, got {self.beta_max!r}"
+            ) from None
         names = [word.strip() for word in self.dtypes.split(",")]
         for name in names:
             if name not in _DTYPES:

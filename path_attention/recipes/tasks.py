@@ -47,7 +47,7 @@ Grid = list[TaskRecipe]
 def flip_flop_recipe(encoding: str = "path") -> TaskRecipe:
     """Flip-flop at the published size."""
     options: Options = {}
-    if PRESETS[encoding]["transport"] == "householder":
+    if encoding in PRESETS and PRESETS[encoding]["transport"] == "householder":
         options["beta_bias_init"] = 2.0
     return TaskRecipe(
         task=FlipFlop(), encoding=encoding, options=options, steps=10_000, check_every=500

@@ -77,7 +77,9 @@ class _RunTask:
         raise NotImplementedError
 
     def recipes(self) -> Grid:
-        """A recipe for each seed."""
+        """A recipe for each seed. Raises ValueError naming seeds if there is none."""
+        if not self.seeds:
+            raise ValueError("seeds: expected at least one, got none")
         named = ("layers", "width", "heads", "steps", "batch", "learning_rate", "weight_decay")
         named += ("warmup_steps", "curriculum_steps", "precision", "check_every")
         changes = {name: getattr(self, name) for name in named}

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from path_attention.models import PathAttentionConfig
+from path_attention.models import PRESETS, PathAttentionConfig
 from path_attention.tasks.flip_flop import FlipFlop
 from path_attention.tasks.group_words import GroupWords
 from path_attention.tasks.mqrar import Mqrar
@@ -69,6 +69,8 @@ class TaskRecipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.encoding not in PRESETS:
+            raise ValueError(f"encoding: expected one of {sorted(PRESETS)}, got {self.encoding!r}")
         for name in ("layers", "width", "heads", "steps", "batch", "check_every"):
             check_range(name, getattr(self, name), 1)
         for name in ("learning_rate", "eps", "weight_decay"):

@@ -124,6 +124,7 @@ def test_the_command_writes_its_result(tmp_path, capsys):
     [
         ({"dtypes": "int8"}, "dtypes: expected some of float32, bfloat16, got 'int8'"),
         ({"seeds": 0}, "seeds: expected at least 1, got 0"),
+        ({"beta_max": "2;1"}, "beta_max: expected numbers with commas between, got '2;1'"),
         ({"swaps": 10, "every": 20}, "every: expected at most 10 swaps, got 20"),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 
 from path_attention import cli
 from path_attention.recipes.tasks import COMPARED, GRIDS, ORDER_OF_WORK, OTHERS, find_grid, product
-from path_attention.recipes.tasks_command import RunGroupWords, RunMqrar, SweepTasks
+from path_attention.recipes.tasks_command import RunFlipFlop, RunGroupWords, RunMqrar, SweepTasks
 from path_attention.results import make_result, read_result, write_result
 from path_attention.tasks.figure import draw
 from path_attention.tasks.flip_flop import FlipFlop
@@ -284,6 +284,11 @@ def test_options_of_a_run_become_its_recipe() -> None:
     assert one.task == Mqrar(n_back=3) and one.options == {"beta_max": 1.0, "qk_norm": False}
     with pytest.raises(ValueError, match="curriculum_steps: expected 0 to 100"):
         RunGroupWords(steps=100, warmup_steps=1).recipes()
+    for kind in (RunFlipFlop, RunGroupWords, RunMqrar):
+        with pytest.raises(ValueError, match=r"encoding: expected one of \[.*, got 'pth'"):
+            kind(encoding="pth").recipes()
+        with pytest.raises(ValueError, match="seeds: expected at least one, got none"):
+            kind(seeds=()).recipes()
 
 
 def test_a_run_and_a_report_by_the_words_a_user_types(tmp_path: Path, capsys) -> None:
