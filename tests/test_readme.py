@@ -15,6 +15,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from decimal import ROUND_HALF_EVEN, Decimal
 from pathlib import Path
 from urllib.parse import parse_qsl
@@ -91,6 +92,35 @@ def test_links_lead_somewhere():
     for _, target in LINK.findall(README):
         if not re.match(r"https?:|#", target):
             assert (ROOT / target.partition("#")[0]).exists(), target
+
+
+def test_links_of_documents_lead_somewhere():
+    linked = {target.partition("#")[0] for _, target in LINK.findall(README)}
+    for document in sorted((ROOT / "docs").glob("*.md")):
+        assert f"docs/{document.name}" in linked, document.name
+        text = re.sub(r"```.*?```|`[^`\n]*`", "", document.read_text(encoding="utf-8"), flags=re.S)
+        for _, target in LINK.findall(text):
+            if not re.match(r"https?:|#", target):
+                assert (document.parent / target.partition("#")[0]).exists(), (document, target)
+
+
+def test_what_is_told_to_install_is_an_extra():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = set(project["optional-dependencies"])
+    assert f"Python {project['requires-python'].removeprefix('>=')} or later." in README
+    files = [
+        ROOT / "README.md",
+        *(ROOT / "docs").glob("*.md"),
+        *ROOT.glob("path_attention/**/*.py"),
+    ]
+    told = set()
+    for file in files:
+        text = re.sub(r'"\n +"', "", file.read_text(encoding="utf-8"))  # a literal over two lines
+        for words in re.findall(r"pip install ([^`\n]*)", text):
+            extra = re.match(r"(?:-e )?'?\.(?:\[([\w{}]+)\])?'?(?=\s|$)", words)
+            assert extra, f"{file.name}: pip install {words}"
+            told |= {extra[1]} - {None, "{extra}"}
+    assert told <= extras and {"models", "train", "fused", "convert", "evaluate", "serve"} <= told
 
 
 def test_the_code_runs():
