@@ -13,6 +13,7 @@ Only configuration and parameter names were read there; nothing of it is needed 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -53,7 +54,8 @@ _SAME = (
 
 
 def convert_folder(source: str | Path, out: str | Path) -> Path:
-    """Write a model of one kind as one of the other, by the source's model_type; returns `out`.
+    """Write a model of one kind as one of the other, by the source's model_type; returns `out`,
+    which appears when it is complete.
 
     Raises:
         ValueError: `out` is there already; a model of neither kind, or with something that the
@@ -62,6 +64,8 @@ def convert_folder(source: str | Path, out: str | Path) -> Path:
     source, out = model_folder(source), Path(out)
     if out.exists():
         raise ValueError(f"out: expected a new folder, {out} is there")
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
     config = json.loads((source / "config.json").read_text())
     kind = config.get("model_type")
     if kind == MODEL_TYPE:
@@ -71,11 +75,11 @@ def convert_folder(source: str | Path, out: str | Path) -> Path:
         if config.get("tie_word_embeddings"):
             state["lm_head.weight"] = state["model.embed_tokens.weight"]
         whole.load_state_dict(state)
-        whole.save_pretrained(out)
+        whole.save_pretrained(partial)
     elif kind == PathAttentionConfig.model_type:
         model = load_model(source, dtype="auto")
         theirs = their_config(model.config)  # pyright: ignore
-        _write(out, theirs, their_state(model.state_dict(), tied=theirs["tie_word_embeddings"]))
+        _write(partial, theirs, their_state(model.state_dict(), tied=theirs["tie_word_embeddings"]))
     else:
         raise ValueError(
             f"MODEL: expected model_type {MODEL_TYPE!r} or {PathAttentionConfig.model_type!r}, "
@@ -85,7 +89,8 @@ def convert_folder(source: str | Path, out: str | Path) -> Path:
         if re.match(
             r"(tokenizer|special_tokens|added_tokens|vocab|merges|chat_template)", path.name
         ):
-            shutil.copy2(path, out / path.name)
+            shutil.copy2(path, partial / path.name)
+    os.rename(partial, out)
     return out
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from path_attention.conversion import fla
 from path_attention.conversion.fla import convert_folder, our_config, their_config
 from path_attention.models import PathAttentionConfig, PathAttentionForCausalLM, load_model
 
@@ -68,6 +69,20 @@ def test_there_and_back_again(to: str, rank: int | None, tied: bool, tmp_path) -
     assert (tmp_path / "back" / "tokenizer.json").read_text() == "{}"
     ours, again = model.state_dict(), back.state_dict()
     assert ours.keys() == again.keys() and all(torch.equal(ours[n], again[n]) for n in ours)
+
+
+def test_a_kill_leaves_no_half_of_a_folder(tmp_path, monkeypatch) -> None:
+    make_model("path").save_pretrained(tmp_path / "ours")
+    (tmp_path / "ours" / "tokenizer.json").write_text("{}")
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fla.shutil, "copy2", killed)
+        with pytest.raises(KeyboardInterrupt):
+            convert_folder(tmp_path / "ours", tmp_path / "theirs")
+    assert (convert_folder(tmp_path / "ours", tmp_path / "theirs") / "tokenizer.json").exists()
 
 
 def test_their_gates_are_scaled_with_the_scores() -> None:
