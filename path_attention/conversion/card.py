@@ -66,15 +66,21 @@ def _readme(
         "data": _data(card, recipe),
         "tokens trained on": trained,
     }
+    name = Path(card["teacher"]).name
+    title = f"{name}, converted to {recipe.to}"
+    what = f"whose position encoding was exchanged for {recipe.to}"
+    if recipe.to == "rope":  # a conversion's control
+        title, what = f"{name}, trained on", "that was trained on as it is"
+        del facts["start of w, β and gates"]
     table = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
 tags: [path_attention]
 ---
-# {Path(card["teacher"]).name}, converted to {recipe.to}
+# {title}
 
-A RoPE language model whose position encoding was exchanged for {recipe.to} by `path_attention`.
+A RoPE language model {what} by `path_attention`.
 
 | | |
 |---|---|

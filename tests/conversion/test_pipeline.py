@@ -12,6 +12,7 @@ from small_conversion import small_conversion
 
 from path_attention import cli
 from path_attention.conversion import memory, pipeline
+from path_attention.conversion.control import control_of
 from path_attention.conversion.memory import estimate_memory, refuse_too_much
 from path_attention.conversion.pipeline import convert
 from path_attention.conversion.recipe import BUDGETS, ConversionRecipe, budget
@@ -93,6 +94,17 @@ def test_the_card_names_what_each_stage_was_trained_on(paths, tmp_path) -> None:
         a, b = (f"{name} (weight 1)" for name in names)
         card = (tmp_path / "model" / "README.md").read_text()
         assert f"| data | {line.format(a=a, b=b)} |" in card
+
+
+def test_a_controls_card_says_that_nothing_was_exchanged(paths, tmp_path) -> None:
+    from path_attention.conversion.card import write_card
+
+    (tmp_path / "model").mkdir()
+    control = control_of(small_conversion(paths))
+    write_card(tmp_path, "teacher", control, PathAttentionConfig.from_preset("rope"), [])
+    card = (tmp_path / "README.md").read_text()
+    assert "# teacher, trained on\n" in card and "| pretraining 1,536 |" in card
+    assert "exchanged" not in card and "near_zero" not in card
 
 
 def test_the_reports_numbers_are_those_of_whole_models(converted, pretrained, paths) -> None:
