@@ -37,7 +37,7 @@ QUESTIONS = tuple(
 MODULES = (
     *("generated.background", "generated.sample", "generated.metrics", "generated.phonebook"),
     *("generated.babilong", "generated.assignment", "intervals", "harness.answers"),
-    *("harness.run", "harness.sandbox"),
+    *("harness.run", "harness.sandbox", "harness.suites"),
 )
 
 

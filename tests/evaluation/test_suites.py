@@ -384,6 +384,38 @@ def test_programs_are_scored_by_running_them(name, monkeypatch):
         assert prompt.endswith("[BEGIN]\n")
 
 
+def test_gold_scores_one_and_wrong_scores_nothing_like_it():
+    """Of every task of lm-eval's that writes; what is boxed counts where lm-eval reads dollars."""
+    solution = "If $x > 0$, then $x = \\boxed{\\frac{1}{2}}$."
+    math = {"problem": "x?", "level": "Level 5", "type": "Algebra", "solution": solution}
+    document = {"context": "Text.", "input": "What?", "question": "What?", "length": 4321}
+    document |= {"answers": ["blue green car"], "all_classes": ["red", "blue green car"]}
+    hub = {
+        "Xnhyacinth/LongBench": document,
+        "openai/gsm8k": {"question": "How many?", "answer": "Two and two.\n#### 4"},
+        "EleutherAI/hendrycks_math": math,
+    }
+
+    def load(path: str, name: str | None = None, **options: object):
+        rows = datasets.Dataset.from_list([hub[path]] * 6)
+        return datasets.DatasetDict(dict.fromkeys(("train", "test"), rows))
+
+    sources = suites.Sources(load=load, count_tokens=len, tasks=("gsm8k", "hendrycks_math"))
+    planned = suites.maths_and_code(sources)
+    planned += suites.longbench_e(suites.Sources(load=load, count_tokens=len))
+    assert len({p.column for p in planned}) == 2 + len(suites.LONGBENCH_E)
+    gold = {"gsm8k": ["#### 4"], "hendrycks_math": [solution, "It is $\\frac12$", "\\frac{1}{2}"]}
+    wrong = {"gsm8k": ["#### 5"], "hendrycks_math": ["It is $2$", "$\\boxed{2}$", "\\boxed{"]}
+    for p in planned:
+        doc = next(iter(p.task.test_docs()))
+        (metric,) = p.metrics or ()
+        for answer in gold.get(p.column, ["blue green car\n"]):
+            found = p.task.process_results(doc, [answer])[metric]
+            assert found == pytest.approx(1, abs=1e-6), (p.name, answer)
+        for answer in wrong.get(p.column, ["nothing of it\n"]):
+            assert p.task.process_results(doc, [answer])[metric] < 0.2, (p.name, answer)
+
+
 def test_a_program_keeps_its_first_blank(monkeypatch):
     """Tokenizers of SentencePiece's kind, as Mistral's, take it off a text's first token."""
     words = ["<s>", "</s>", "def", "<0x0A>", "▁▁▁", "▁return", "▁x"]

@@ -28,6 +28,7 @@ from path_attention.evaluation.harness.code_tasks import CODE_TASKS
 from path_attention.evaluation.harness.data import Load, rows_of, tasks_load_by
 
 Score = Callable[[Mapping[str, Any], str], float]
+_MATH = "hendrycks_math"
 ZERO_SHOT = {  # lm-eval's task: the metrics of the paper's columns
     "wikitext": ("word_perplexity",),
     "lambada_openai": ("perplexity", "acc"),
@@ -39,7 +40,7 @@ ZERO_SHOT = {  # lm-eval's task: the metrics of the paper's columns
 }
 MATHS_AND_CODE = {
     "gsm8k": ("exact_match",),
-    "hendrycks_math": ("exact_match",),
+    _MATH: ("exact_match",),
     **dict.fromkeys(CODE_TASKS, ("pass@1",)),
     "mmlu": ("acc",),
     "gpqa_diamond_zeroshot": ("acc",),
@@ -160,12 +161,35 @@ def zero_shot(sources: Sources) -> list[Planned]:
 
 
 def maths_and_code(sources: Sources) -> list[Planned]:
-    """GSM8K, MATH, MMLU and GPQA as lm-eval has them; code that is run in the sandbox."""
+    """GSM8K, MATH, MMLU and GPQA as lm-eval has them, but for the reading of MATH's answers
+    (`score_maths`); code that is run in the sandbox."""
     chosen = sources.chosen(MATHS_AND_CODE)
     theirs = {name: MATHS_AND_CODE[name] for name in chosen if name not in CODE_TASKS}
     with tasks_load_by(sources.load):
         ours = [Planned(CODE_TASKS[n](), n, MATHS_AND_CODE[n]) for n in chosen if n in CODE_TASKS]
-    return _from_lm_eval(theirs, sources) + ours
+    planned = _from_lm_eval(theirs, sources)
+    for task in (p.task for p in planned if p.column == _MATH):
+        task.set_config(key="process_results", value=score_maths)
+    return planned + ours
+
+
+def score_maths(doc: Mapping[str, Any], answers: Sequence[str]) -> dict[str, int]:
+    """MATH's exact match, of what an answer boxes last, or if nothing, of what lm-eval reads.
+
+    lm-eval 0.4.13 reads all from the first dollar to the last, and so calls the published solutions
+    themselves wrong.
+
+    >>> doc = {"solution": "So $x = \\\\boxed{\\\\frac{1}{2}}$."}
+    >>> score_maths(doc, [doc["solution"]]), score_maths(doc, ["So $y=1$ and $\\\\boxed{2}$."])
+    ({'exact_match': 1}, {'exact_match': 0})
+    """
+    from lm_eval.tasks.hendrycks_math import utils
+
+    boxed = utils.last_boxed_only_string(answers[0])
+    if boxed is None:
+        return utils.process_results(dict(doc), list(answers))
+    right = utils.remove_boxed(utils.last_boxed_only_string(doc["solution"]))
+    return {"exact_match": int(utils.is_equiv(utils.remove_boxed(boxed), right))}
 
 
 def longbench_e(sources: Sources) -> list[Planned]:
