@@ -196,7 +196,7 @@ def test_alibi_slopes(heads: int) -> None:
         ({"transport": "accumulated_rotation", "head_dim": 7}, "head_dim: expected an even size"),
         ({"rotation_angles": "random"}, "rotation_angles: expected one of"),
         ({"rotation_bound": 4.0}, "rotation_bound: expected at most π"),
-        ({"rotation_bound": 0.0}, "rotation_bound: expected a number above 0"),
+        ({"rotation_bound": 0.0}, "rotation_bound: expected a finite number above 0"),
         ({"rotation_seed": -1}, "rotation_seed: expected"),
         ({"householders_per_token": 0}, "householders_per_token: expected an integer"),
         ({"normalizer": "relu"}, "normalizer: expected one of"),
