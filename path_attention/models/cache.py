@@ -74,10 +74,49 @@ class PathAttentionCacheLayer(LayerCache, CacheLayerMixin):
         if self.device is not None:
             self.move(self.device)
 
-    def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Drop the last −tokens_to_remove columns, as transformers counts: `LayerCache.crop`.
+    def note_moved(self, columns: int) -> None:
+        """So many next columns will lie in another order than they came, padding last (`Rows`)."""
+        self._moved = (*self._moved, (self.seen, self.seen + columns))
 
-        Raises ValueError on a number above 0, and where a sealed unit would have to be undone.
+    def nearest_crops(self, length: int) -> tuple[int, int]:
+        """As in `LayerCache`; none where padding has moved, since tokens lie elsewhere there."""
+        below, above = super().nearest_crops(length)
+        for start, stop in reversed(self._moved):
+            if start < below < stop:
+                below = super().nearest_crops(start)[0]
+        for start, stop in self._moved:
+            if start < above < stop:
+                above = super().nearest_crops(stop)[1]
+        return below, above
+
+    def check_crop(self, length: int) -> None:
+        """Raise ValueError, naming the nearest lengths, where `keep` can't do this one."""
+        for start, stop in self._moved:
+            if start < length < stop:
+                below, above = self.nearest_crops(length)
+                raise ValueError(
+                    f"length: expected {below} or {above}, the nearest that can be taken back to: "
+                    f"padding among columns {start} to {stop} has moved; got {length}"
+                )
+        super().check_crop(length)
+
+    def keep(self, length: int) -> None:
+        """Keep the first `length` columns: `LayerCache.crop`.
+
+        Raises ValueError where a sealed unit would have to be undone, or where padding has moved.
+        """
+        super().crop(length)
+        self._moved = tuple(columns for columns in self._moved if columns[1] <= length)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._moved: tuple[tuple[int, int], ...] = ()
+        super().reset()
+
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
+        """Drop the last −tokens_to_remove columns, as transformers counts; `keep` the others.
+
+        Raises ValueError on a number above 0, and as `keep`.
         """
         tokens_to_remove = int(tokens_to_remove)
         if tokens_to_remove > 0:
@@ -86,7 +125,7 @@ class PathAttentionCacheLayer(LayerCache, CacheLayerMixin):
                 f"got {tokens_to_remove}"
             )
         if self.seen:
-            super().crop(max(0, self.seen + tokens_to_remove))
+            self.keep(max(0, self.seen + tokens_to_remove))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row n becomes what row beam_idx[n] was, in all state."""
@@ -141,7 +180,7 @@ def crop_cache(cache: Cache, length: int) -> None:
     for layer in layers:
         layer.check_crop(length)
     for layer in layers:
-        LayerCache.crop(layer, length)
+        layer.keep(length)
 
 
 def cache_bytes(cache: Cache) -> int:

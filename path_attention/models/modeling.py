@@ -16,7 +16,7 @@ from transformers.utils.generic import can_return_tuple
 
 from path_attention.models.cache import CACHE_NAME, layer_caches
 from path_attention.models.configuration import PathAttentionConfig
-from path_attention.models.padding import Rows
+from path_attention.models.padding import Rows, in_two
 from path_attention.models.prefix_store import PrefixStore
 from path_attention.models.static_cache import StaticPathCache
 from path_attention.nn.attention import Attention, count_positions
@@ -167,6 +167,14 @@ class PathAttentionModel(PathAttentionPreTrainedModel):
         caches = [None] * len(layers) if past is None else layer_caches(past, len(layers))
         seen = None if caches[0] is None else caches[0].seen
         rows = Rows.of(x, attention_mask, packing, seen=seen)
+        if past is not None and rows.end is not None:
+            if rows.end < x.shape[1] and not torch.is_grad_enabled():
+                chunk = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
+                chunk |= {"attention_mask": attention_mask, "position_ids": position_ids}
+                told = {"past_key_values": past, "output_hidden_states": output_hidden_states}
+                return in_two(self.forward, chunk, rows.end, x.shape[1], **told)
+            for layer_cache in layer_caches(past, len(layers)):
+                layer_cache.note_moved(x.shape[1])
         if past is not None and past.offloading:
             past.layers[0].prefetch()
         positions = count_positions(x, packing, caches[0], split)
@@ -177,21 +185,14 @@ class PathAttentionModel(PathAttentionPreTrainedModel):
 
         x = rows.compact(x)
         token_ids = None if input_ids is None else rows.compact(input_ids)
+        of_chunk: dict[str, Any] = {"token_ids": token_ids, "packing": packing, "split": split}
         states = []
         for layer, layer_cache in zip(layers, caches, strict=True):
             if output_hidden_states:
                 states.append(rows.restore(x))
             if past is not None and past.offloading and layer_cache is not None:
                 layer_cache.prefetch()
-            x = layer(
-                x,
-                positions,
-                token_ids=token_ids,
-                packing=packing,
-                valid=rows.valid,
-                layer_cache=layer_cache,
-                split=split,
-            )
+            x = layer(x, positions, valid=rows.valid, layer_cache=layer_cache, **of_chunk)
             if past is not None and past.offloading and layer_cache is not None:
                 layer_cache.offload()
         x = rows.restore(self.norm(x))

@@ -6,7 +6,9 @@ then needs no mask, and convolutions run over neighbours that are real.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,10 +23,12 @@ class Rows:
     Attributes:
         valid: bool `[B, T]`, True for the real tokens after compaction; None without padding.
         order: int64 `[B, T]`, where each compacted column comes from; None if nothing moves.
+        end: where the last column with padding ends, if it goes into a cache and anything moves.
     """
 
     valid: Tensor | None = None
     order: Tensor | None = None
+    end: int | None = None
 
     @classmethod
     def of(
@@ -53,10 +57,11 @@ class Rows:
         real = attention_mask[:, past:].bool().to(x.device)
         if seen is not None and real.all():
             return cls()
-        if T == 1:
+        if T == 1 or (seen is not None and not (real[:, 1:] > real[:, :-1]).any()):
             return cls(real)
         order = (~real).to(torch.int8).argsort(dim=1, stable=True)
-        return cls(real.gather(1, order), order)
+        end = None if seen is None else int((~real).any(0).nonzero()[-1]) + 1
+        return cls(real.gather(1, order), order, end)
 
     def compact(self, x: Tensor) -> Tensor:
         """x `[B, T]` or `[B, T, C]` with each row's real tokens first, in their order."""
@@ -69,7 +74,8 @@ class Rows:
         """The inverse of `compact`, of x `[B, T, C]`."""
         if self.order is None:
             return x
-        return x.gather(1, self.order.argsort(1)[..., None].expand_as(x))
+        back = self.order.to(x.device).argsort(1)  # the last layer may be on another device
+        return x.gather(1, back[..., None].expand_as(x))
 
     def check_positions(self, position_ids: Tensor, positions: Tensor) -> None:
         """Raise ValueError unless `position_ids` `[B or 1, T]` of real tokens are `positions`."""
@@ -87,3 +93,29 @@ class Rows:
                 "position_ids: expected each row's running count of real tokens, got others; name "
                 "packed documents by packing"
             )
+
+
+def in_two(
+    forward: Callable[..., Any],
+    chunk: dict[str, Tensor | None],
+    end: int,
+    length: int,
+    **told: Any,
+) -> Any:
+    """Outputs of a chunk of `length` columns in two: those up to `end`, with all padding; the rest.
+
+    So a cache can take the rest back column by column: in a compacted row the last tokens lie
+    before its padding, which would go first. `chunk` has the inputs `[B, length or more, …]`.
+    """
+    parts = []
+    for columns in (slice(0, end), slice(end, length)):
+        given = {
+            name: None if x is None else x[:, -length:][:, columns] for name, x in chunk.items()
+        }
+        parts.append(forward(**given, **told, return_dict=True))
+    first, whole = parts
+    whole.last_hidden_state = torch.cat([first.last_hidden_state, whole.last_hidden_state], 1)
+    if whole.hidden_states is not None:
+        layers = zip(first.hidden_states, whole.hidden_states, strict=True)
+        whole.hidden_states = tuple(torch.cat(states, 1) for states in layers)
+    return whole

@@ -115,6 +115,17 @@ def test_rejected_drafts_leave_no_trace(make_model, preset: str, draft: str) -> 
     assert torch.equal(model.generate(ids, **how, **drafts), model.generate(ids, **how))
 
 
+@pytest.mark.parametrize("preset", ["path_fox", "rope", "delta_net"])
+def test_drafts_after_left_padding(make_model, preset: str) -> None:
+    model, mask = make_model(preset), torch.ones(1, 40, dtype=torch.int64)
+    mask[:, :9] = 0
+    how = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": False}
+    ids = torch.randint(1, 8, (1, 40)) * mask
+    assert torch.equal(
+        model.generate(ids, prompt_lookup_num_tokens=5, **how), model.generate(ids, **how)
+    )
+
+
 def test_drafts_of_its_own_first_layers(make_model) -> None:
     model, how = make_model(), {"max_new_tokens": 30, "do_sample": False}
     out = model.generate(prompts()[1:2], assistant_early_exit=1, **how)

@@ -172,6 +172,38 @@ def test_tokens_are_taken_back_from_every_layer(make_model, preset: str) -> None
     assert cache.get_seq_length() == 0 and not cache.is_initialized
 
 
+@pytest.mark.parametrize("preset", ["path_fox", "rope", "rotation_learned", "delta_net"])
+@torch.no_grad()
+def test_padded_rows_are_taken_back_token_by_token(make_model, preset: str) -> None:
+    """A crop drops each row's last columns, wherever its padding is kept."""
+    model = make_model(preset)
+    ids, mask = padded([torch.randint(1, 64, (n,)) for n in (90, 35, 81)], "left")
+    whole = model(ids, attention_mask=mask, use_cache=False, output_hidden_states=True)
+    got = model(ids, attention_mask=mask, output_hidden_states=True)
+    states = zip(got.hidden_states, whole.hidden_states, strict=True)
+    for a, b in ((got.logits, whole.logits), *states):
+        torch.testing.assert_close(a[mask == 1], b[mask == 1], rtol=2e-4, atol=2e-4)
+    cache = got[CACHE_NAME]
+    cache.crop(-5)
+    last = model(ids[:, -5:], attention_mask=mask, past_key_values=cache).logits
+    torch.testing.assert_close(last, whole.logits[:, -5:], rtol=2e-4, atol=2e-4)
+    refused = "length: expected 0 or .*: padding among columns 0 to 55 has moved; got 50"
+    with pytest.raises(ValueError, match=refused):
+        crop_cache(cache, 50)
+    crop_cache(cache, 0)
+    model(ids, past_key_values=cache)
+    crop_cache(cache, 64)
+
+
+def test_a_chunk_with_gradients_stays_whole(make_model) -> None:
+    model = make_model()
+    ids, mask = padded([torch.randint(1, 64, (n,)) for n in (9, 4)], "left")
+    out = model(ids, attention_mask=mask)
+    out.logits.sum().backward()
+    with pytest.raises(ValueError, match="padding among columns 0 to 9 has moved"):
+        out[CACHE_NAME].crop(-1)
+
+
 @pytest.mark.parametrize("preset", ["path_fox", "rotation_learned", "stick_breaking", "delta_net"])
 def test_forks_of_a_model_cache_go_their_own_ways(make_model, preset: str) -> None:
     model = make_model(preset)
