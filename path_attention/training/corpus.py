@@ -150,8 +150,7 @@ class TokenCorpus:
         size = (path / TOKENS).stat().st_size
         if size != int(self.borders[-1]) * dtype.itemsize:
             raise ValueError(
-                f"corpus: {path / 'tokens.bin'} is damaged: expected "
-                f"{int(self.borders[-1]) * dtype.itemsize} bytes, got {size}"
+                f"{TOKENS}: expected {int(self.borders[-1]) * dtype.itemsize} bytes, got {size}"
             )
         self.tokens: np.ndarray = np.memmap(path / TOKENS, dtype=dtype, mode="r")
         self._chosen = np.ones(len(self.heldout), dtype=bool)
@@ -170,7 +169,7 @@ class TokenCorpus:
                 f"corpus: expected a folder made by `path-attention corpus build`, {path} has no "
                 f"{Path(str(error.filename)).name}"
             ) from error
-        except (json.JSONDecodeError, KeyError, EOFError) as error:
+        except (ValueError, KeyError, EOFError) as error:
             raise ValueError(f"corpus: {path} is damaged: {error}") from error
 
     @property
@@ -186,7 +185,10 @@ class TokenCorpus:
     @cached_property
     def names(self) -> list[str]:
         """The documents' names."""
-        return json.loads((self.path / "names.json").read_text())
+        try:
+            return json.loads((self.path / "names.json").read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"corpus: {self.path} is damaged: names.json: {error}") from error
 
     def documents(self, split: Split) -> np.ndarray:
         """int64: the indices of the documents of "train" or "heldout"."""

@@ -182,8 +182,15 @@ def test_a_damaged_corpus_is_refused(tmp_path: Path, corpus: TokenCorpus) -> Non
     shutil.copytree(corpus.path, copy)
     with open(copy / "tokens.bin", "r+b") as file:
         file.truncate(100)
-    with pytest.raises(ValueError, match=r"tokens.bin is damaged: expected \d+ bytes, got 100"):
+    with pytest.raises(ValueError, match=r"is damaged: tokens.bin: expected \d+ bytes, got"):
         TokenCorpus.open(copy)
+    for name in ("heldout.npy", "names.json"):
+        shutil.rmtree(copy)
+        shutil.copytree(corpus.path, copy)
+        with open(copy / name, "r+b") as file:
+            file.truncate((copy / name).stat().st_size - 1)
+        with pytest.raises(ValueError, match=f"^corpus: {copy} is damaged: "):
+            _ = TokenCorpus.open(copy).names
     (copy / "borders.npy").unlink()
     with pytest.raises(ValueError, match="has no borders.npy"):
         TokenCorpus.open(copy)
