@@ -165,6 +165,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     for axes, part in zip(panels, parts, strict=True):
         for n, model in enumerate(order):
             mine = [row for row in ratios if (row["part"], row["model"]) == (part, model)]
+            if not mine:
+                continue  # measured on other parts so far
             mine.sort(key=lambda row: row["length"])
             colour, style = _COLOURS[n % 7], _STYLES[n // 7 % 2]
             at, low, high = ([row[c] for row in mine] for c in ("length", "low", "high"))

@@ -139,6 +139,30 @@ def test_runs_of_two_commits_are_merged_without_one(
     assert merged["commit"] is None and merged["rows"][0]["seeds"] == 2
 
 
+def test_a_model_that_lacks_a_part_is_left_out_of_it(tmp_path: Path) -> None:
+    """As while runs are under way: parts are measured one after the other."""
+    row = {"kind": "ratio", "low": None, "high": None, "published": None, "seeds": 1}
+    rows: list[dict] = []
+    for part, models in (("code", "a"), ("prose", "ab")):
+        mine = [
+            {
+                **row,
+                "part": part,
+                "model": m,
+                "title": m,
+                "length": n,
+                "perplexity": 9.0,
+                "ratio": 1.0,
+            }
+            for m in models
+            for n in (32, 64)
+        ]
+        rows += mine + verdicts(part, mine, [])
+    extrapolation_report.draw(rows, tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 1000
+    assert extrapolation_report.table(rows).count("| b | 9.00 | 1.00 |") == 1
+
+
 def test_verdicts() -> None:
     def row(model: str, length: int, perplexity: float, ratio: float) -> dict:
         return {
