@@ -188,6 +188,24 @@ def test_zero_shot_is_lm_evals_own(folder, data_dir, tmp_path, monkeypatch):
     assert mean["column"] == "mean of 6" and mean["low"] < mean["score"] < mean["high"]
 
 
+def test_lm_eval_makes_our_model_by_its_name(folder, data_dir, monkeypatch):
+    monkeypatch.setattr(data, "ROWS", {})
+    with data.tasks_load_by(data.loader(data_dir)):
+        asked = {"tasks": ["piqa"], "task_manager": suites.task_manager(), "bootstrap_iters": 0}
+        words = f"pretrained={folder / 'path'},piece=64"
+        found, same = (
+            simple_evaluate("path_attention", args, device="cpu", batch_size=rows, **asked)[
+                "results"
+            ]
+            for args, rows in ((words, "auto"), ({"pretrained": str(folder / "path")}, 2))
+        )
+    assert found["piqa"]["acc,none"] == same["piqa"]["acc,none"]
+    lm = language_model.CausalLM.create_from_arg_string(words, {"device": "cpu", "batch_size": 3})
+    assert (lm.context, lm.piece, lm.batch_size_found.rows) == (CONTEXT, 64, 3)
+    with pytest.raises(ValueError, match="pretrained: expected a model's folder, got {'piece': 3}"):
+        language_model.CausalLM.create_from_arg_string("piece=3")
+
+
 def test_batch_piece_and_a_kill_change_nothing(folder, tmp_path, monkeypatch, capsys):
     words = [str(folder / "path"), str(folder / "llama"), "--background", str(folder / "text.txt")]
     words += ["--lengths", "1200,1500", "--samples", "2", "--tasks", "qa1", "qa4"]

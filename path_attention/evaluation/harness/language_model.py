@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from lm_eval.utils import (
+    get_rolling_token_windows,
+    make_disjoint_window,
+    simple_parse_args_string,
+)
 
 from path_attention.evaluation.harness.answers import Answers
 from path_attention.evaluation.harness.batches import BatchSize
 from path_attention.evaluation.reading import PIECE, Row, greedy_answers, log_likelihoods
+from path_attention.models.loading import load_model_on, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -74,6 +79,39 @@ class CausalLM(TemplateLM):
         self._ends = {self.eot_token_id, *(ends if isinstance(ends, list) else [ends])}
         grows = model.device.type == "cuda"
         self.batch_size_found = BatchSize(batch_size, grows=grows)
+
+    @classmethod
+    def create_from_arg_string(
+        cls, arg_string: str, additional_config: dict[str, Any] | None = None
+    ) -> CausalLM:
+        """`create_from_arg_obj`, from "pretrained=FOLDER,dtype=bfloat16,…"."""
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
+
+    @classmethod
+    def create_from_arg_obj(
+        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
+    ) -> CausalLM:
+        """What `lm_eval.simple_evaluate("path_attention", {"pretrained": FOLDER, …})` asks for.
+
+        Args:
+            arg_dict: pretrained, a run's or a model's folder; dtype ("float32"); options of the
+                constructor. The context is what the model was trained at, unless it is given.
+            additional_config: batch_size, a number or "auto"; device.
+
+        Raises ValueError naming pretrained if it is not there.
+        """
+        more = {k: v for k, v in (additional_config or {}).items() if v is not None}
+        options = {**more, **arg_dict}
+        folder = options.pop("pretrained", None)
+        if folder is None:
+            raise ValueError(f"pretrained: expected a model's folder, got {arg_dict}")
+        options.pop("max_batch_size", None)
+        if str(options.get("batch_size")).startswith("auto"):
+            del options["batch_size"]
+        dtype, device = options.pop("dtype", "float32"), options.pop("device", "auto")
+        model = load_model_on(folder, dtype, device)
+        options.setdefault("context", getattr(model.config, "max_position_embeddings", None))
+        return cls(model, load_tokenizer(folder, model), **options)
 
     # --- What lm-eval asks for by name ------------------------------------------------------------
 
