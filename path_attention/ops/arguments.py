@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -10,6 +13,7 @@ from path_attention.ops.packing import Packing
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 LOWEST_LOG_FORGET = -1e30  # as good as −∞ to a softmax, and its sums stay finite
 _AUTOCAST = FLOATS[:3]
+_SAID: set[str] = set()
 
 
 def cast_as_autocast_does(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -95,3 +99,19 @@ def unit_directions(w: Tensor | None) -> Tensor | None:
     if w is None or w.dtype not in (torch.bfloat16, torch.float16):
         return w
     return torch.nn.functional.normalize(w.float(), dim=-1, eps=1e-6)
+
+
+def has_kernels(function: str, x: Tensor, lacks: Callable[[], str | None]) -> bool:
+    """Whether x is on a GPU that runs a function's kernels; where it cannot, that is said once.
+
+    lacks: what the kernels would need and what came instead; None if they can run.
+    """
+    if x.device.type != "cuda":
+        return False
+    need = lacks()
+    if need is not None and not torch.compiler.is_compiling():
+        text = f"{function}: slower on {x.device.type}, without its kernels, which want {need}"
+        if text not in _SAID:
+            _SAID.add(text)
+            warnings.warn(text, stacklevel=4)
+    return need is None

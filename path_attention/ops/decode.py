@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from path_attention.ops.arguments import has_kernels
+
 _SCORES_AT_ONCE = 2**22  # elements of the score tile that is held
 
 
@@ -286,7 +288,8 @@ def decode_attention(
 
 def _choose(implementation: str | None, q: Tensor, v: Tensor) -> str:
     if implementation is None:
-        return "triton" if q.device.type == "cuda" and triton_lacks(q, v) is None else "torch"
+        usable = has_kernels("decode_attention", q, lambda: triton_lacks(q, v))
+        return "triton" if usable else "torch"
     if implementation not in ("torch", "triton"):
         raise ValueError(
             f"implementation: expected 'torch', 'triton' or None, got {implementation!r}"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from path_attention.ops.arguments import has_kernels
 from path_attention.ops.gradients import refuse_tangents
 from path_attention.ops.packing import Packing
 
@@ -67,7 +70,8 @@ def householder_directions(
 
 def _choose(implementation: str | None, x: Tensor, weight: Tensor | None, heads: int) -> str:
     if implementation is None:
-        usable = x.device.type == "cuda" and _triton_lacks(x, weight, heads) is None
+        lacks = partial(_triton_lacks, x, weight, heads)
+        usable = has_kernels("householder_directions", x, lacks)
         return "triton" if usable else "torch"
     if implementation not in ("torch", "triton"):
         raise ValueError(

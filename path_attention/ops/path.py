@@ -12,6 +12,7 @@ from path_attention.ops.arguments import (
     cast_as_autocast_does,
     check_packing,
     check_tensors,
+    has_kernels,
     unit_directions,
 )
 from path_attention.ops.blockwise import blockwise
@@ -158,7 +159,7 @@ def _choose(
         plain = moved is None and packing is None and not lse_gradient
         if plain and sdpa_lacks(q, v, return_lse) is None:
             return "sdpa"
-        usable = q.device.type == "cuda" and _triton_lacks(q, v, w) is None
+        usable = has_kernels("path_attention", q, lambda: _triton_lacks(q, v, w))
         return "triton" if usable else "blockwise"
     names = sorted([*IMPLEMENTATIONS, "sdpa"])
     if implementation not in names:

@@ -12,7 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from path_attention.ops.arguments import cast_as_autocast_does, check_packing, check_tensors
+from path_attention.ops.arguments import (
+    cast_as_autocast_does,
+    check_packing,
+    check_tensors,
+    has_kernels,
+)
 from path_attention.ops.gradients import refuse_tangents, register_gradients
 from path_attention.ops.packing import Packing
 from path_attention.ops.sequences import make_groups, scatter, to_heads
@@ -71,7 +76,7 @@ def stick_breaking_attention(
 def choose(implementation: str | None, q: Tensor, v: Tensor) -> str:
     """The implementation's name; ValueError if it does not exist or can not run."""
     if implementation is None:
-        usable = q.device.type == "cuda" and _triton_lacks(q, v) is None
+        usable = has_kernels("stick_breaking_attention", q, lambda: _triton_lacks(q, v))
         return "triton" if usable else "blockwise"
     if implementation not in _IMPLEMENTATIONS:
         raise ValueError(

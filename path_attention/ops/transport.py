@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from path_attention.ops import blockwise as tree
 from path_attention.ops import ut_transform
+from path_attention.ops.arguments import has_kernels
 from path_attention.ops.sequences import Group, Heads, gather, make_groups, scatter, to_heads
 
 
@@ -52,16 +53,21 @@ def identity(like: Tensor) -> Tensor:
     return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device).expand_as(like)
 
 
-def _has_kernel(k: Tensor) -> bool:
-    """Whether it is for the kernels of a GPU that can."""
-    if k.device.type != "cuda" or k.dtype == torch.float64:
-        return False
+def _triton_lacks(k: Tensor) -> str | None:
+    """What the Triton kernels would need and what came instead; None if they can run."""
+    if k.dtype == torch.float64:
+        return f"float32, got {k.dtype}"
     from path_attention.ops.triton.device import device_lacks, largest_head_size
 
     kind, index = k.device.type, k.device.index
-    if device_lacks(kind, index) is not None:
-        return False
-    return k.shape[3] <= largest_head_size(kind, index, torch.float16)
+    lacks = device_lacks(kind, index)
+    if lacks is None and k.shape[3] > (largest := largest_head_size(kind, index, torch.float16)):
+        return f"a head size of at most {largest}, got {k.shape[3]}"
+    return lacks
+
+
+def _has_kernel(k: Tensor) -> bool:
+    return has_kernels("chunk_transport", k, lambda: _triton_lacks(k))
 
 
 class _Transport(torch.autograd.Function):

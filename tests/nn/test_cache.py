@@ -346,20 +346,15 @@ def test_a_fork_costs_its_tail_once_it_goes_on() -> None:
     tokens = Tokens.random(1, 64 * 200, transport=True, decay=False, dtype=torch.float32)
     one = LayerCache(unit=64)
     run(one, tokens)
-    alone = memory([one])
-    other = one.fork()
+    alone, other = memory([one]), one.fork()
     assert all(a.storage is b.storage for a, b in zip(one.groups, other.groups, strict=True))
     assert memory([one, other]) == alone
     run(other, tokens.columns(0, 1))
-    assert memory([one, other]) - alone <= memory_of_tail(other) * 1.01
+    of_tail = sum(x.nbytes for x in (*other.tail.buffers.values(), other._transition))
+    assert memory([one, other]) - alone <= 1.01 * of_tail
     for cache in (one, other):
         run(cache, tokens.columns(0, 130))
     assert memory([one, other]) < 1.1 * alone
-
-
-def memory_of_tail(cache: LayerCache) -> int:
-    held = (*cache.tail.buffers.values(), cache._transition)
-    return sum(x.untyped_storage().nbytes() for x in held)
 
 
 def test_a_plain_fork_copies_nothing() -> None:
