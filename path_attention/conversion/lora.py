@@ -45,6 +45,16 @@ class LoraRecipe:
         return {"lora.rank": self.rank, "lora.alpha": self.alpha, "lora.matrices": self.matrices}
 
 
+def check_peft() -> None:
+    """Raise ValueError if peft is not installed."""
+    try:
+        import peft  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            f"trainable: expected peft to be installed for 'lora' (`pip install peft`), got {error}"
+        ) from error
+
+
 def add_adapters(model: nn.Module, recipe: LoraRecipe, seed: int) -> None:
     """Put adapters into a model in place; A is drawn by `seed`, B is 0.
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from path_attention.conversion.card import write_card
+from path_attention.conversion.lora import check_peft
 from path_attention.conversion.memory import check_memory
 from path_attention.conversion.objectives import MatchAttention, MatchLogits, NextToken
 from path_attention.conversion.recipe import ConversionRecipe, StageRecipe
@@ -94,6 +95,7 @@ def convert(
     """
     out = Path(out)
     with start_processes(recipe.device) as processes:
+        _check_stages(recipe, processes)
         theirs, window = load_teacher_config(source)
         config = student_config(
             theirs,
@@ -166,6 +168,14 @@ def _objective(run: _Conversion, name: str, stage: StageRecipe) -> NextToken:
     if name == "attention":
         return MatchAttention(teacher, choices, relative=stage.relative)
     return MatchLogits(teacher, choices, temperature=stage.temperature, top_k=stage.top_k)
+
+
+def _check_stages(recipe: ConversionRecipe, processes: Processes) -> None:
+    """That no later stage ends at once, on what could have been told before the first."""
+    for name, stage in recipe.stages():
+        stage_recipe(recipe, name, stage, Path("start")).passes(processes.count)
+        if stage.trainable == "lora":
+            check_peft()
 
 
 def _check_data(run: _Conversion) -> None:

@@ -73,6 +73,10 @@ class StageRecipe:
             raise ValueError(f"tokens: expected at least 0, got {self.tokens}")
         if not 0 <= self.warmup <= 1:
             raise ValueError(f"warmup: expected a share in [0, 1], got {self.warmup}")
+        if not self.temperature > 0:
+            raise ValueError(f"temperature: expected a number above 0, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k: expected at least 1 or None, got {self.top_k}")
 
     @property
     def steps(self) -> int:
@@ -222,6 +226,11 @@ class ConversionRecipe:
             raise ValueError(
                 "to: expected another encoding to distil into, got 'rope'; leave out the first two "
                 "stages (tokens 0) to train the teacher on"
+            )
+        if self.attention.tokens and self.attention.trainable not in ("attention", "encoding"):
+            raise ValueError(
+                "attention.trainable: expected 'attention' or 'encoding', got "
+                f"{self.attention.trainable!r}"
             )
         if self.start == "exchange" and (self.to not in _EXCHANGED or not self.stages()):
             raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -258,6 +259,30 @@ def test_what_does_not_fit_is_refused(pretrained, paths, tmp_path, corpora) -> N
         with pytest.raises(ValueError, match=message):
             small_conversion(paths, **fields)
     assert not (out / "start").exists()
+
+
+def test_what_would_end_a_later_stage_is_told_before_the_first(
+    pretrained, paths, tmp_path, monkeypatch
+) -> None:
+    recipe, out = small_conversion(paths), tmp_path / "out"
+    for fields, message in (
+        ({"micro_batch_tokens": 48}, "^micro_batch_tokens: expected a divisor of batch_tokens"),
+        ({"context_length": 65}, "^data.context_length: expected at most the 64 tokens"),
+        ({"learning_rate": -1.0}, "^learning_rate: expected at least 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            convert(pretrained, replace(recipe, "pretraining", **fields), out)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ValueError, match="^trainable: expected peft to be installed"):
+        convert(pretrained, replace(recipe, "logits", trainable="lora"), out)
+    for stage, fields, message in (
+        ("logits", {"temperature": 0.0}, "^temperature: expected a number above 0"),
+        ("logits", {"top_k": 0}, "^top_k: expected at least 1 or None"),
+        ("attention", {"trainable": "all"}, "^attention.trainable: expected 'attention' or"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(recipe, stage, **fields)
+    assert not out.exists()
 
 
 def test_too_little_memory_is_told_before_anything_is_written(
