@@ -403,7 +403,8 @@ def _write(
         tokenizer = tokenizer or _train_tokenizer(recipe, documents)
         tokenizer.save_pretrained(folder / "tokenizer.partial")
         os.rename(folder / "tokenizer.partial", folder / "tokenizer")
-    dtype = np.dtype("<u2" if len(tokenizer) <= 1 << 16 else "<u4")
+    vocab_size = tokenizers.vocabulary_size(tokenizer)
+    dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
     with progress_bar("documents", enabled=progress) as bar:
         task = bar.add_task("corpus", total=len(documents.files) or recipe.max_documents)
         written = write_tokens(
@@ -427,7 +428,7 @@ def _write(
         "fingerprint": fingerprint,
         "recipe": dataclasses.asdict(recipe),
         "dtype": dtype.str,
-        "vocab_size": len(tokenizer),
+        "vocab_size": vocab_size,
         **_counts(written, heldout),
         "skipped": dict(documents.skipped),
     }

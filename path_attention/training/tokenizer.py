@@ -60,6 +60,11 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
+    """One more than the highest id: vocabularies may have holes, as GPT-4's before its end."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
 def tokenizer_digest(tokenizer: PreTrainedTokenizerFast) -> str:
     """Hash of the vocabulary, merges and rules."""
     return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()

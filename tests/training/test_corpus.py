@@ -246,6 +246,19 @@ def test_a_tokenizer_by_folder_and_a_vocabulary_past_16_bits(
     assert wide.tokens.dtype == np.uint32 and wide.tokens.tolist() == [0, 69999, 5, 1, 0]
 
 
+def test_a_vocabulary_with_a_hole_has_room_for_its_last_token(tmp_path: Path, corpus) -> None:
+    shutil.copytree(corpus.path / "tokenizer", tmp_path / "tokenizer")
+    path = tmp_path / "tokenizer" / "tokenizer.json"
+    content = json.loads(path.read_text())
+    words = content["model"]["vocab"]
+    words["e"] = 70_000
+    path.write_text(json.dumps(content))
+    (tmp_path / "text").write_text("e")
+    options = {"tokenizer": str(tmp_path / "tokenizer"), "vocab_size": None}
+    made = make(str(tmp_path / "text"), tmp_path / "c", heldout_fraction=0.0, **options)
+    assert (made.vocab_size, made.tokens.tolist()) == (70_001, [0, 70_000, 0])
+
+
 def test_a_data_set_is_streamed(tmp_path: Path) -> None:
     rows = [{"text": f"row {n} of the set"} for n in range(30)]
     (tmp_path / "set").mkdir()
