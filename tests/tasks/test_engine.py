@@ -231,7 +231,7 @@ def test_path_learns_a_small_flip_flop_and_rope_does_not() -> None:
         ({"clip": 0.0}, "clip: expected more than 0 or None, got 0.0"),
         ({"schedule": "flat"}, "schedule: expected 'cosine' or 'linear'"),
         ({"precision": "half"}, "precision: expected 'float32' or 'bfloat16'"),
-        ({"encoding": "none"}, "name: expected one of"),
+        ({"encoding": "none"}, "encoding: expected one of"),
         ({"options": {"vocab_size": 3}}, "options: expected fields that the recipe does not set"),
         ({"options": {"colour": 3}}, "overrides: expected fields of"),
         ({"seed": -1}, "seed: expected 0 to"),
