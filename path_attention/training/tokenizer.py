@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 END = "<|endoftext|>"  # before and after each document
 PAD = "<|pad|>"
@@ -60,7 +60,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
     """One more than the highest id: vocabularies may have holes, as GPT-4's before its end."""
     return max(tokenizer.get_vocab().values()) + 1
 

@@ -26,6 +26,7 @@ from path_attention.evaluation.generated.sample import Sample
 from path_attention.training.corpus import FORMAT, TokenCorpus
 from path_attention.training.objective import Objective
 from path_attention.training.rows import IGNORED, Row
+from path_attention.training.tokenizer import vocabulary_size
 from path_attention.training.tokens import TOKENS
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ def write_solved(
     """
     documents = [solve(sample, tokenizer, starts=starts) for sample in samples]
     lengths = [len(ids) for ids, _ in documents]
-    dtype = np.dtype("<u2" if len(tokenizer) <= 1 << 16 else "<u4")
+    vocab_size = vocabulary_size(tokenizer)
+    dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
     tokens = np.concatenate([np.asarray(ids, dtype) for ids, _ in documents])
     answers = np.concatenate([np.asarray(mask, bool) for _, mask in documents])
     numbers = np.asarray([int(name.rpartition("/")[2]) for name in names])
@@ -93,7 +95,7 @@ def write_solved(
         "fingerprint": hashlib.sha256(tokens.tobytes() + answers.tobytes()).hexdigest(),
         "recipe": {"sources": sorted({name.split("/")[0] for name in names}), "seed": 0},
         "dtype": dtype.str,
-        "vocab_size": len(tokenizer),
+        "vocab_size": vocab_size,
         "documents": len(samples),
         "heldout_documents": int(heldout.sum()),
         "heldout_documents_also_in_training": sum(ids in trained for ids, held in pairs if held),
