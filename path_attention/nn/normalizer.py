@@ -49,7 +49,7 @@ class Normalizer(nn.Module):
 class Softmax(Normalizer):
     """o_i = Σ_{j≤i} softmax_j(A_ij) v_j: `path_attention`.
 
-    SDPA where nothing moves, fades or is packed.
+    SDPA where nothing moves or fades.
     """
 
     can_split = True

@@ -19,7 +19,7 @@ from path_attention.ops.blockwise import blockwise
 from path_attention.ops.definition import definition
 from path_attention.ops.gradients import refuse_tangents
 from path_attention.ops.packing import Packing
-from path_attention.ops.sdpa import sdpa, sdpa_lacks
+from path_attention.ops.sdpa import sdpa, sdpa_lacks, suits_packing
 
 Implementation = Callable[..., tuple[Tensor, Tensor]]
 
@@ -110,10 +110,10 @@ def path_attention(
         implementation: "definition" (literal; the oracle), "blockwise" (linear memory, any device),
             "triton" (fast; NVIDIA GPUs of compute capability 8.0 or more, not float64, one factor
             a token, head sizes up to 128 or, on data-centre GPUs from Hopper on, 256, half that in
-            float32) or "sdpa" (PyTorch's fused kernels, for neither w nor
-            log_forget; packed documents one by one). None is "sdpa" where nothing is moved, gated
-            or packed and no gradient of lse can be asked for; else "triton" where it can run;
-            else "blockwise".
+            float32) or "sdpa" (PyTorch's fused kernels, for neither w nor log_forget). None is
+            "sdpa" where nothing is moved or gated and no gradient of lse can be asked for (packed
+            documents: where CUDA takes them in one call, on a CPU unless they are tiny, and not
+            in a compiled graph); else "triton" where it can run; else "blockwise".
         check_contract: check the values of w, β and log_forget too; waits for the device.
 
     Returns:
@@ -133,7 +133,7 @@ def path_attention(
     if w is not None and beta is not None and w.dim() == 5 and w.shape[3] == 1:
         w, beta = w[:, :, :, 0], beta[..., 0]
     lse_gradient = return_lse and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
-    name = _choose(implementation, q, v, w, log_forget, packing, return_lse, lse_gradient)
+    name = _choose(implementation, q, k, v, w, log_forget, packing, return_lse, lse_gradient)
     if name in ("blockwise", "triton"):
         refuse_tangents(name, q, k, v, w, beta, log_forget)
     with torch.autocast(q.device.type, enabled=False):
@@ -147,6 +147,7 @@ def path_attention(
 def _choose(
     implementation: str | None,
     q: Tensor,
+    k: Tensor,
     v: Tensor,
     w: Tensor | None,
     log_forget: Tensor | None,
@@ -156,8 +157,8 @@ def _choose(
 ) -> str:
     moved = "w" if w is not None else "log_forget" if log_forget is not None else None
     if implementation is None:
-        plain = moved is None and packing is None and not lse_gradient
-        if plain and sdpa_lacks(q, v, return_lse) is None:
+        plain = moved is None and not lse_gradient and sdpa_lacks(q, v, return_lse) is None
+        if plain and (packing is None or suits_packing(q, k, packing, return_lse)):
             return "sdpa"
         usable = has_kernels("path_attention", q, lambda: _triton_lacks(q, v, w))
         return "triton" if usable else "blockwise"

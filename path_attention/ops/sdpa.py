@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,6 +16,7 @@ from path_attention.ops.dense import whole_rows
 from path_attention.ops.packing import Packing
 
 _HEAD_SIZE = 256  # of the fused kernels on CUDA; beyond it PyTorch stores all T² scores
+_SHORT = 16  # tokens of a mean document below which a call each costs more than it gains
 
 
 def sdpa_lacks(q: Tensor, v: Tensor, return_lse: bool) -> str | None:
@@ -24,6 +31,38 @@ def sdpa_lacks(q: Tensor, v: Tensor, return_lse: bool) -> str | None:
     return None
 
 
+def suits_packing(q: Tensor, k: Tensor, packing: Packing, return_lse: bool) -> bool:
+    """Whether packed documents are for PyTorch's kernels: one call on CUDA, elsewhere one each.
+
+    Not while a graph is compiled, which would be made anew for other lengths.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    if q.device.type == "cuda":
+        return _in_one_call(q, k, return_lse) is not None
+    return packing.total >= _SHORT * len(packing.lengths)
+
+
+def _in_one_call(q: Tensor, k: Tensor, return_lse: bool) -> Callable[..., Tensor] | None:
+    """PyTorch's flash attention of packed documents, if it is there and takes these."""
+    attend = _varlen()
+    if attend is None or q.device.type != "cuda" or q.itemsize != 2 or return_lse or not q.shape[1]:
+        return None
+    if torch.cuda.get_device_capability(q.device) < (8, 0):
+        return None
+    grouped = "enable_gqa" in inspect.signature(attend).parameters
+    return attend if grouped or q.shape[2] == k.shape[2] else None
+
+
+@lru_cache
+def _varlen() -> Callable[..., Tensor] | None:
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return None
+    attend = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    known = inspect.signature(attend).parameters
+    return attend if {"scale", "window_size"} <= known.keys() else None
+
+
 def sdpa(
     q: Tensor, k: Tensor, v: Tensor, scale: float, packing: Packing | None, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -32,11 +71,14 @@ def sdpa(
     Without `return_lse` this is `scaled_dot_product_attention`, whichever kernel it picks. With it,
     the operator below it that returns the log-sum-exp is called: CPU's flash attention; on CUDA
     flash attention for 16 bits and memory-efficient attention for float32. Packed documents are one
-    call each.
+    call together where CUDA's flash attention takes them, else one call each.
     """
     if scale <= 0:  # the kernels mask by −∞ before they scale
         q, scale = (q * 0, 1.0) if scale == 0 else (-q, -scale)
     if packing is not None:
+        varlen = _in_one_call(q, k, return_lse)
+        if varlen is not None:
+            return _attend_packed(varlen, q, k, v, scale, packing), None
         lengths = packing.lengths or (0,)
         documents = zip(*(x.split(lengths, 1) for x in (q, k, v)), strict=True)
         parts = [sdpa(q, k, v, scale, None, return_lse) for q, k, v in documents]
@@ -55,6 +97,18 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     grouped = q.shape[2] != k.shape[2]
     out = F.scaled_dot_product_attention(*heads, is_causal=True, scale=scale, enable_gqa=grouped)
     return out.transpose(1, 2)[..., : v.shape[3]]
+
+
+def _attend_packed(
+    varlen: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float, packing: Packing
+) -> Tensor:
+    borders, longest, DV = packing.cu_seqlens, max(packing.lengths), v.shape[3]
+    grouped = {"enable_gqa": True} if q.shape[2] != k.shape[2] else {}
+    rows = (x.transpose(1, 2)[0] for x in _heads_first(q, k, v))
+    out = varlen(
+        *rows, borders, borders, longest, longest, scale=scale, window_size=(-1, 0), **grouped
+    )
+    return out[None, ..., :DV]
 
 
 def _attend_with_lse(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ LACKS = "head sizes of at most 128, got D = 256 and DV = 256"
 
 def chosen(name: str, q: torch.Tensor) -> object:
     if name == "path_attention":
-        return path._choose(None, q, q, None, torch.empty_like(q), None, False, False)
+        return path._choose(None, q, q, q, None, torch.empty_like(q), None, False, False)
     if name == "stick_breaking_attention":
         return stick_breaking.choose(None, q, q)
     if name == "decode_attention":

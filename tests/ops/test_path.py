@@ -227,13 +227,14 @@ def test_triton_is_refused_where_it_is_not_installed(monkeypatch):
 
 def tensor_on(device: str, dtype: torch.dtype = torch.bfloat16, size: int = 64):
     """As much of a tensor as the choice looks at, so that no GPU is needed."""
-    return SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(1, T, 1, size))
+    shape, itemsize = (1, T, 1, size), dtype.itemsize
+    return SimpleNamespace(device=torch.device(device), dtype=dtype, shape=shape, itemsize=itemsize)
 
 
 def choose(implementation: str | None = None, *, q=None, w=None, gate=None, **options) -> str:
     q = tensor_on("cpu") if q is None else q
     defaults = {"packing": None, "return_lse": False, "lse_gradient": False}
-    return path._choose(implementation, q, q, w, gate, **{**defaults, **options})
+    return path._choose(implementation, q, q, q, w, gate, **{**defaults, **options})
 
 
 @pytest.mark.parametrize(
@@ -257,6 +258,7 @@ def test_the_choice(q, capability, moved, plain, monkeypatch):
     monkeypatch.setattr(device, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    packed = plain == "sdpa" and (q.device.type == "cpu" or q.itemsize == 2) and capability[0] >= 8
     memory = {8: 163, 9: 227, 10: 227, 7: 64}[capability[0]] * 1024
     monkeypatch.setattr(device, "shared_memory", lambda index: memory)
     for _ in range(2):
@@ -264,7 +266,7 @@ def test_the_choice(q, capability, moved, plain, monkeypatch):
         assert choose(q=q, gate=x(1)) == moved
         assert choose(q=q) == choose(q=q, return_lse=True) == plain
         assert choose(q=q, return_lse=True, lse_gradient=True) == moved
-        assert choose(q=q, packing=Packing.from_lengths([T])) == moved
+        assert choose(q=q, packing=Packing.from_lengths([64])) == ("sdpa" if packed else moved)
         assert choose(q=q, w=x(1, T, 1, 2, 64)) == "blockwise"  # two factors a token
         monkeypatch.setattr(device, "find_spec", lambda name: None)
         moved = "blockwise"

@@ -8,6 +8,7 @@ import torch._dynamo.testing
 from operator_cases import Inputs, assert_same, make_inputs, run
 
 from path_attention import Packing, path_attention
+from path_attention.ops import sdpa as module
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -39,6 +40,61 @@ def test_scales(scale):
 @pytest.mark.parametrize("lengths", [[7, 0, 1, 92], [100], [0, 0, 100]])
 def test_packed(lengths):
     check(plain(100, heads=(4, 2), size=(5, 8)), cu_seqlens=Packing.from_lengths(lengths))
+
+
+def outputs_and_gradients(inputs: Inputs, implementation: str, packing: Packing):
+    """Without the log-sum-exp, which decides how documents are attended."""
+    leaves = [x.detach().requires_grad_() for x in inputs if x is not None]
+    out = path_attention(*leaves, cu_seqlens=packing, implementation=implementation)
+    above = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+    return [out, *torch.autograd.grad(out, leaves, above)]
+
+
+def test_packed_documents_are_one_call_on_cuda(monkeypatch):
+    """What CUDA's attention of packed documents is given, and what becomes of its result."""
+
+    def varlen(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
+        assert q.shape[2] % 8 == 0 and q.shape[2] == k.shape[2] == v.shape[2]
+        assert window_size == (-1, 0) and enable_gqa == (q.shape[1] != k.shape[1])
+        assert cu_q.dtype == torch.int32 and torch.equal(cu_q, cu_k) and max_q == max_k == 92
+        packing = Packing.from_cu_seqlens(cu_q)
+        return path_attention(
+            q[None], k[None], v[None], scale=scale, cu_seqlens=packing, implementation="definition"
+        )[0]
+
+    monkeypatch.setattr(module, "_in_one_call", lambda q, k, return_lse: varlen)
+    for heads in ((2, 2), (4, 2)):
+        inputs = plain(100, heads=heads, size=(8, 5))
+        got, exact = (
+            outputs_and_gradients(inputs, name, Packing.from_lengths([7, 0, 1, 92]))
+            for name in ("sdpa", "definition")
+        )
+        torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-12)
+
+
+def test_packed_documents_are_the_choice_unless_tiny_or_compiled():
+    q, k, v, *_ = plain(96, dtype=torch.float32)
+    for lengths, suits in (([96], True), ([16] * 6, True), ([2] * 48, False)):
+        assert module.suits_packing(q, k, Packing.from_lengths(lengths), False) == suits
+    packing, chosen = Packing.from_lengths([50, 46]), []
+    compiled = torch.compile(
+        lambda *x: chosen.append(module.suits_packing(q, k, packing, False)) or path_attention(*x),
+        backend="eager",
+    )
+    compiled(q, k, v)
+    assert chosen == [False]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+@pytest.mark.parametrize("size", [(64, 64), (40, 24), (128, 128)])
+def test_packed_on_a_gpu(heads, size):
+    inputs = plain(300, heads=heads, size=size, dtype=torch.bfloat16)
+    packing = Packing.from_lengths([7, 0, 1, 292], "cuda")
+    exact = outputs_and_gradients(inputs.to(torch.float64), "definition", packing.to("cpu"))
+    got = outputs_and_gradients(inputs.to("cuda"), "sdpa", packing)
+    for result, value in zip(got, exact, strict=True):
+        assert (result.cpu().double() - value).norm() <= 4 * 2**-8 * value.norm()
 
 
 @pytest.mark.parametrize("lengths", [[], [0, 0]])
