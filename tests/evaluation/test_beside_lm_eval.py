@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -91,6 +93,15 @@ def test_a_reader_that_errs_is_seen_and_a_kill_loses_little(folder, tmp_path, mo
     rows = beside(tmp_path / "beside", *words)
     assert [row["same"] for row in rows] == [1.0, 1.0, None] * 2
     assert calls == ["vt", "fwe", "fwe"]  # what is done is not asked for again
+
+
+def test_blanks_before_an_answer_are_no_difference():
+    """lm-eval loses one of them where SentencePiece's tokenizers do, and we do not."""
+
+    def scored(*answers: str) -> list[Any]:
+        return [SimpleNamespace(answer=answer) for answer in answers]
+
+    assert beside_lm_eval._share_of_same(scored(" a", "b "), scored("a", "b")) == 0.5
 
 
 def test_variable_tracking_has_rulers_form_to_the_blank(folder):
