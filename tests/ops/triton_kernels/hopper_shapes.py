@@ -21,6 +21,8 @@ KINDS = [  # encoding, query heads a key head, head sizes
     ("path", 3, (128, 128)),
     ("path", 1, (64, 64)),
     ("fox", 2, (64, 64)),
+    ("fox", 1, (128, 128)),
+    ("nope", 2, (128, 128)),
 ]
 
 

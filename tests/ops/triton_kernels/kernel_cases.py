@@ -23,6 +23,25 @@ def encoded(encoding: str, T: int, **options) -> Inputs:
     return make_inputs(T, transport=transport, gate=gate, **options)
 
 
+def opposed(reach: float, where: str = "start", T: int = 330, size: int = 64) -> Inputs:
+    """Scores of `reach` (base 2) at some keys, −reach at the others: what a maximum frozen at a
+    query's own block is exceeded by, twice reach.
+
+    where: the "start", three keys; a "row", one key and every second query; a "tile", the 64 keys
+    of a block; a "unit", the keys of the first three blocks.
+    """
+    x = encoded("path", T, heads=(1, 1), size=(size, size))
+    assert x.w is not None
+    token, along = torch.arange(T)[:, None, None], torch.zeros(size)
+    along[0] = (reach / (size**-0.5 * 1.4426950408889634)) ** 0.5
+    first, last = {"start": (0, 3), "row": (70, 71), "tile": (64, 128), "unit": (0, 192)}[where]
+    k = along * torch.where((token >= first) & (token < last), 1, -1) + 0 * x.k
+    turned = (token % 2 == 0) & (where == "row")
+    q = along * torch.where(turned, -1, 1) + 0 * x.q
+    w = torch.nn.functional.normalize(x.w * (torch.arange(size) > 0), dim=-1)
+    return x._replace(q=q, k=k, w=w)
+
+
 def relative_error(actual: Tensor, exact: Tensor, floor: float) -> float:
     """‖actual − exact‖ / ‖exact‖, where each element of exact counts for `floor` at least."""
     assert actual.shape == exact.shape

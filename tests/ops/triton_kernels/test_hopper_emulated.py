@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import encoded
+from kernel_cases import encoded, opposed
 from operator_cases import Inputs, run
 
 tl = pytest.importorskip("triton.language")
@@ -76,18 +76,6 @@ def test_other_head_sizes(size, hopper):
 # --- The frozen maximum --------------------------------------------------------------------------
 
 
-def opposed(reach: float, T: int = 330) -> Inputs:
-    """A score of `reach` (base 2) at the first keys of all later tiles' queries, −reach elsewhere:
-    what a maximum frozen at a query's own block would be exceeded by, twice reach."""
-    x = encoded("path", T, heads=(1, 1), size=(64, 64))
-    assert x.w is not None
-    along = torch.zeros(64)
-    along[0] = (reach / (64**-0.5 * 1.4426950408889634)) ** 0.5
-    q, k = along + 0 * x.q, along * torch.where(torch.arange(T) < 3, 1, -1)[:, None, None] + 0 * x.k
-    w = torch.nn.functional.normalize(x.w * (torch.arange(64) > 0), dim=-1)
-    return x._replace(q=q, k=k, w=w)
-
-
 @pytest.mark.usefixtures("bfloat16_products")
 @pytest.mark.parametrize("hopper", [4], indirect=True)
 @pytest.mark.parametrize("encoding", ["path", "path_fox"])
@@ -97,9 +85,13 @@ def test_a_maximum_that_may_be_frozen(encoding, hopper):
 
 @pytest.mark.usefixtures("bfloat16_products")
 @pytest.mark.parametrize("hopper", [5], indirect=True)
-@pytest.mark.parametrize("reach", [30.0, 33.0, 300.0])  # 64 powers of two are allowed
-def test_scores_that_pass_the_frozen_maximum(reach, hopper):
-    outputs_are_the_definition(opposed(reach))
+@pytest.mark.parametrize(
+    ("where", "reach"),  # 64 powers of two are allowed
+    [("start", 30.0), ("start", 33.0), ("start", 300.0), ("row", 300.0), ("tile", 33.0),
+     ("unit", 300.0)],
+)  # fmt: skip
+def test_scores_that_pass_the_frozen_maximum(where, reach, hopper):
+    outputs_are_the_definition(opposed(reach, where))
 
 
 @pytest.mark.usefixtures("bfloat16_products")

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from gpu_cases import BF16, DEVICE, F16, HARD, call, check, leaves, make, rounded
-from kernel_cases import ENCODINGS, encoded
-from operator_cases import correlated_directions
+from kernel_cases import ENCODINGS, encoded, opposed
+from operator_cases import correlated_directions, run
 
 pytestmark = pytest.mark.gpu
 HERE = Path(__file__).parent
@@ -48,6 +48,16 @@ def test_hard(gate):
     assert x.w is not None and x.beta is not None
     w = correlated_directions(tuple(x.w.shape), cosine=0.7)
     check(rounded(x._replace(w=w, beta=1.9 + 0.05 * x.beta), BF16), HARD)
+
+
+@pytest.mark.parametrize("where", ["start", "row", "tile", "unit"])
+@pytest.mark.parametrize("reach", [30.0, 33.0, 300.0])
+def test_scores_that_pass_the_frozen_maximum(where, reach):
+    x = rounded(opposed(reach, where, size=128), BF16)
+    exact, got = run(x.to(torch.float64), "definition"), run(x, "triton")
+    for value, result in ((exact.out, got.out), (exact.lse, got.lse)):
+        rounding = (value.to(BF16).double() - value).norm()
+        assert (result.double() - value).norm() <= 2 * rounding
 
 
 @pytest.mark.parametrize("encoding", ["path", "path_fox", "fox"])
