@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from path_attention.ops.arguments import cast_as_autocast_does, check_tensors
 from path_attention.ops.context_ring import Block, Pair, Ring, pairs
 from path_attention.ops.context_split import ContextSplit, attend_runs, uncompiled
-from path_attention.ops.stick_breaking import stick_breaking_attention
+from path_attention.ops.stick_breaking import choose, stick_breaking_attention
 from path_attention.ops.stick_rectangle import StickRectangle
 
 
@@ -42,8 +42,8 @@ def context_parallel_stick_breaking(
 
     Args:
         q, k, v, scale, implementation: as in `stick_breaking_attention`, of this process's tokens
-            (`split.take`). The implementation is that of runs by themselves; between runs
-            "definition" is blockwise.
+            (`split.take`). Triton's kernels do runs by themselves and what is between them;
+            "definition" is for the former alone, the latter is blockwise then.
         split: the whole sequence's, with its packed documents (B = 1 then) if it has any.
 
     Returns:
@@ -65,7 +65,18 @@ def context_parallel_stick_breaking(
     with torch.autocast(q.device.type, enabled=False):
         out, rest = attend_runs(attend, (q, k, v), split)
         parts = (split.take_heads(q), split.take_tails(k), split.take_tails(v))
-        return cast(tuple[Tensor, Tensor], _Break.apply(out, rest, split, scale, *parts))
+        how = _How(split, scale, choose(implementation, q, v) == "triton" and q.numel() > 0)
+        return cast(tuple[Tensor, Tensor], _Break.apply(out, rest, how, *parts))
+
+
+class _How(NamedTuple):
+    split: ContextSplit
+    scale: float
+    triton: bool
+
+    def rectangle(self, pair: Pair, q: Tensor, block: Block) -> StickRectangle:
+        k, v = block.k[:, pair.columns], block.v[:, pair.columns]
+        return StickRectangle(q[:, pair.rows], k, v, self.scale, self.triton)
 
 
 class _Stretch(NamedTuple):
@@ -96,14 +107,15 @@ class _Break(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, out, rest, split: ContextSplit, scale: float, q, k, v):
+    def forward(ctx: Any, out, rest, how: _How, q, k, v):
+        split = how.split
         own, own_rest = split.take_heads(out), split.take_heads(rest)
         stretches: list[list[_Stretch]] = [[], []]
         rows = {}
         ring = Ring(split, Block(k, v, None))
         for owner, block in ring.rounds():
             for pair in pairs(split, owner):
-                part = _rectangle(pair, q, block, scale).attend()
+                part = how.rectangle(pair, q, block).attend()
                 new = _Stretch(pair.step, pair.step, *part)
                 stretches[pair.slot] = _join(stretches[pair.slot], new)
                 rows[pair.slot] = pair.rows
@@ -116,7 +128,7 @@ class _Break(torch.autograd.Function):
         split.put_heads(merged, o.to(out.dtype))
         split.put_heads(merged_rest, r)
         ctx.save_for_backward(own_rest, q, k, v)
-        ctx.split, ctx.scale, ctx.shape = split, scale, out.shape
+        ctx.how, ctx.shape = how, out.shape
         ctx.set_materialize_grads(False)
         return merged, merged_rest
 
@@ -124,11 +136,11 @@ class _Break(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_rest: Tensor | None):
         own_rest, q, k, v = ctx.saved_tensors
-        split, scale, dtype = ctx.split, ctx.scale, own_rest.dtype
+        how, split, dtype = ctx.how, ctx.how.split, own_rest.dtype
         whole = q.new_zeros(ctx.shape) if grad_out is None else grad_out
         whole_rest = own_rest.new_zeros(ctx.shape[:3]) if grad_rest is None else grad_rest.clone()
         top, top_rest = split.take_heads(whole), split.take_heads(whole_rest)
-        borders = _Borders.of(split, scale, own_rest, q, k, v, top)
+        borders = _Borders.of(how, own_rest, q, k, v, top)
 
         dq = torch.zeros_like(q, dtype=dtype)
         ring = Ring(split, Block(k, v, None))
@@ -136,8 +148,10 @@ class _Break(torch.autograd.Function):
             travelling = block.map(lambda x: x.new_zeros(x.shape, dtype=dtype))
             for pair in pairs(split, owner):
                 rows, columns = pair.rows, pair.columns
-                part = _rectangle(pair, q, block, scale).backward(
-                    top[:, rows], *borders.at(pair), top_rest[:, rows]
+                part = how.rectangle(pair, q, block).backward(
+                    top[:, rows],
+                    *borders.at(pair),
+                    None if grad_rest is None else top_rest[:, rows],
                 )
                 dq[:, rows] += part[0]
                 travelling.k[:, columns] += part[1]
@@ -146,12 +160,7 @@ class _Break(torch.autograd.Function):
         home = ring.home()
         split.put_heads(whole_rest, top_rest + borders.beyond)
         grads = (x.to(y.dtype) for x, y in zip((dq, home.k, home.v), (q, k, v), strict=True))
-        return whole, whole_rest, None, None, *grads
-
-
-def _rectangle(pair: Pair, q: Tensor, block: Block, scale: float) -> StickRectangle:
-    k, v = block.k[:, pair.columns], block.v[:, pair.columns]
-    return StickRectangle(q[:, pair.rows], k, v, scale)
+        return whole, whole_rest, None, *grads
 
 
 class _Borders(NamedTuple):
@@ -165,10 +174,9 @@ class _Borders(NamedTuple):
     beyond: Tensor  # [B, heads, HQ] that sum of all runs but the queries' own
 
     @classmethod
-    def of(
-        cls, split: ContextSplit, scale: float, own_rest: Tensor, q, k, v, top: Tensor
-    ) -> _Borders:
+    def of(cls, how: _How, own_rest: Tensor, q, k, v, top: Tensor) -> _Borders:
         """From each run's part of the walk, computed again."""
+        split = how.split
         count = [len(split.reach(run)) for run in split.runs]
         taken: list[list[Any]] = [[None] * n for n in count]
         through: list[list[Any]] = [[None] * n for n in count]
@@ -176,7 +184,7 @@ class _Borders(NamedTuple):
         ring = Ring(split, Block(k, v, None))
         for owner, block in ring.rounds():
             for pair in pairs(split, owner):
-                out, rest = _rectangle(pair, q, block, scale).attend()
+                out, rest = how.rectangle(pair, q, block).attend()
                 taken[pair.slot][pair.step] = -rest
                 through[pair.slot][pair.step] = (top[:, pair.rows] * out).sum(-1)
                 rows[pair.slot] = pair.rows

@@ -17,14 +17,19 @@ class StickRectangle(NamedTuple):
     k: Tensor  # [B, C, H, D]
     v: Tensor  # [B, C, H, DV]
     scale: float
+    triton: bool = False  # whether Triton's kernels do it; they take no empty tensors
 
     def attend(self) -> tuple[Tensor, Tensor]:
         """What the keys take of whole sticks `[B, R, HQ, DV]`, log of what they leave."""
+        if self.triton:
+            from path_attention.ops.triton.stick_rectangle import triton_stick_rectangle
+
+            return triton_stick_rectangle(*self[:4])
         out, rest = walk(*self._operands(), G=self._group, before=self.k.shape[1])
         return self._by_token(out), self._by_token(rest)[..., 0]
 
     def backward(
-        self, grad_out: Tensor, taken: Tensor, through: Tensor, grad_rest: Tensor
+        self, grad_out: Tensor, taken: Tensor, through: Tensor, grad_rest: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v through this part of a walk over more keys.
 
@@ -32,19 +37,16 @@ class StickRectangle(NamedTuple):
             grad_out: do `[B, R, HQ, DV]`, of the whole walk's output.
             taken: −log of what nearer keys left `[B, R, HQ]`.
             through: Σ_j A_ij do_i · v_j over these keys and those before them `[B, R, HQ]`.
-            grad_rest: gradient of the log of what the whole walk leaves `[B, R, HQ]`.
+            grad_rest: gradient of the log of what the whole walk leaves `[B, R, HQ]`; None for 0.
         """
-        rows = (self._by_head(x[..., None]) for x in (through, grad_rest, taken))
-        delta, grad_rest, taken = rows
-        dq, dk, dv = walk_backward(
-            *self._operands(),
-            self._by_head(grad_out),
-            delta,
-            grad_rest,
-            G=self._group,
-            before=self.k.shape[1],
-            taken=taken,
-        )
+        if self.triton:
+            from path_attention.ops.triton.stick_rectangle import triton_stick_rectangle_backward
+
+            return triton_stick_rectangle_backward(*self[:4], grad_out, taken, through, grad_rest)
+        grad_rest = torch.zeros_like(taken) if grad_rest is None else grad_rest
+        rows = [self._by_head(x[..., None]) for x in (through, grad_rest, taken)]
+        options = {"G": self._group, "before": self.k.shape[1], "taken": rows.pop()}
+        dq, dk, dv = walk_backward(*self._operands(), self._by_head(grad_out), *rows, **options)
         dk, dv = (x.unflatten(0, (-1, self.k.shape[2])).transpose(1, 2) for x in (dk, dv))
         return self._by_token(dq) * self.scale, dk, dv
 

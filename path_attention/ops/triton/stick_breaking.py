@@ -21,11 +21,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from path_attention.ops.gradients import register_gradients
 from path_attention.ops.packing import Packing
-from path_attention.ops.triton.call import either, public, strides, token_rows
+from path_attention.ops.triton.call import either, public, strides, token_rows, vector
 from path_attention.ops.triton.grid import BLOCK, Grid, lasting, make_grid
 from path_attention.ops.triton.stick_kernels import (
     stick_fwd_kernel,
@@ -132,7 +131,7 @@ def make_plan(lengths: tuple[int, ...], size: int, device: torch.device) -> Plan
 # --- Operators -----------------------------------------------------------------------------------
 
 
-class _Call(NamedTuple):
+class StickCall(NamedTuple):
     """Inputs as rows of padded blocks [blocks·64, heads, D]; the grid says where they are from."""
 
     q: Tensor
@@ -142,32 +141,66 @@ class _Call(NamedTuple):
     lengths: tuple[int, ...]
     tiles: Tiles
     constants: dict
+    keys: Grid  # of k and v: the same, but of a rectangle
+    key_blocks: int = 0  # of each sequence of a rectangle
+    padding: int = 0  # its keys in front that are none
 
     def pad(self, x: Tensor) -> Tensor:
-        return _pad(x, self.grid)
+        return pad_rows(x, self.grid)
+
+    def pad_numbers(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """A number of each query, [B, T, HQ] → contiguous [HQ, blocks·64]."""
+        return pad_rows(x[..., None], self.grid, fill)[..., 0].T.contiguous()
 
     @property
     def heads(self) -> tuple[int, int]:
         return self.q.shape[1], self.k.shape[1]
 
+    @property
+    def panel(self) -> int:
+        """Blocks of queries of a panel."""
+        rows = _ROWS_AT_ONCE // (self.heads[0] * len(self.lengths))
+        return max(_SHORTEST_PANEL, rows) // BLOCK
 
-def _make_call(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> _Call:
-    (B, T, HQ, D), (H, DV) = q.shape, v.shape[2:]
-    of_sequences = (T,) * B if lengths is None else tuple(lengths.tolist())
-    grid = make_grid(of_sequences, q.device)
+    def attend(
+        self, out: Tensor, rest: Tensor, low: Tensor | None, order: Tensor, scale: float
+    ) -> None:
+        """Write `[B, T, HQ, ·]` of the queries' tokens, blocks in this order."""
+        DP, DVP = self.constants["DP"], self.constants["DVP"]
+        rows, kept = out.flatten(0, 1), either(low, out).flatten(0, 1)
+        stick_fwd_kernel[(self.grid.count, self.heads[0])](
+            public(self.q, DP, 64), public(self.k, DP, 64), public(self.v, DVP, 64), rows, kept,
+            rest, self.grid.blocks, order, scale * 1.4426950408889634, *strides(rows),
+            self.heads[0], self.key_blocks, self.padding,
+            STAGES=self.tiles.forward_stages, CHUNK=self.tiles.chunk, LOW=low is not None,
+            num_warps=self.tiles.forward_warps, **self.constants,
+        )  # fmt: skip
+
+
+def constants_of(q: Tensor, v: Tensor, *, rectangle: bool) -> dict:
+    """What kernels for these queries and values are compiled for."""
+    (HQ, D), (H, DV) = q.shape[2:], v.shape[2:]
     DP, DVP = (max(64, triton.next_power_of_2(n)) for n in (D, DV))
     operand = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(q.dtype, tl.float32)
-    constants = dict(G=HQ // H, DP=DP, DV=DV, DVP=DVP, OPERAND=operand)
-    tiles = choose_tiles(max(DP, DVP), q.dtype)
-    return _Call(*(_pad(x, grid) for x in (q, k, v)), grid, of_sequences, tiles, constants)
+    return dict(G=HQ // H, DP=DP, DV=DV, DVP=DVP, OPERAND=operand, RECTANGLE=rectangle)
 
 
-def _pad(x: Tensor, grid: Grid) -> Tensor:
-    """[B, T, heads, D] → [blocks·64, heads, D]; zero behind a sequence's last token."""
+def _make_call(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> StickCall:
+    B, T = q.shape[:2]
+    of_sequences = (T,) * B if lengths is None else tuple(lengths.tolist())
+    grid = make_grid(of_sequences, q.device)
+    constants = constants_of(q, v, rectangle=False)
+    tiles = choose_tiles(max(constants["DP"], constants["DVP"]), q.dtype)
+    rows = (pad_rows(x, grid) for x in (q, k, v))
+    return StickCall(*rows, grid, of_sequences, tiles, constants, grid)
+
+
+def pad_rows(x: Tensor, grid: Grid, fill: float = 0.0) -> Tensor:
+    """[B, T, heads, D] → [blocks·64, heads, D]; zero (`fill`) behind a sequence's last token."""
     x = token_rows(x)
     if grid.count * BLOCK == x.shape[0]:
         return x.contiguous() if 0 in x.stride() else x
-    padded = x.new_zeros(grid.count * BLOCK, *x.shape[1:])
+    padded = x.new_full((grid.count * BLOCK, *x.shape[1:]), fill)
     return padded.index_copy_(0, grid.positions, x)
 
 
@@ -180,15 +213,8 @@ def _forward(
         return out, rest, low
     with torch.cuda.device_of(q):
         c = _make_call(q, k, v, lengths)
-        DP, DVP = c.constants["DP"], c.constants["DVP"]
-        rows, kept = out.flatten(0, 1), either(low if low.dim() == 4 else None, out).flatten(0, 1)
-        order = make_plan(c.lengths, _panel(c), q.device).order
-        stick_fwd_kernel[(c.grid.count, c.heads[0])](
-            public(c.q, DP, 64), public(c.k, DP, 64), public(c.v, DVP, 64), rows, kept, rest,
-            c.grid.blocks, order, scale * 1.4426950408889634, *strides(rows), c.heads[0],
-            STAGES=c.tiles.forward_stages, CHUNK=c.tiles.chunk, LOW=low.dim() == 4,
-            num_warps=c.tiles.forward_warps, **c.constants,
-        )  # fmt: skip
+        order = make_plan(c.lengths, c.panel, q.device).order
+        c.attend(out, rest, low if low.dim() == 4 else None, order, scale)
     return out, rest, low
 
 
@@ -202,12 +228,6 @@ def _empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     out = q.new_empty(*q.shape[:3], v.shape[3])
     rest = q.new_empty(q.shape[:3], dtype=torch.float32)
     return out, rest, torch.empty_like(out) if out.itemsize == 2 else out.new_empty(0)
-
-
-def _panel(c: _Call) -> int:
-    """Blocks of a panel."""
-    rows = _ROWS_AT_ONCE // (c.heads[0] * len(c.lengths))
-    return max(_SHORTEST_PANEL, rows) // BLOCK
 
 
 @torch.library.custom_op("path_attention::triton_stick_breaking_backward", mutates_args=())
@@ -228,15 +248,13 @@ def _backward(
         return tuple(x.zero_() for x in grads)  # type: ignore[return-value]
     with torch.cuda.device_of(q):
         c = _make_call(q, k, v, lengths)
-        scales = _scales(grad_out, grad_rest, v)
-        drest = None
-        if grad_rest is not None:
-            drest = c.pad(grad_rest[..., None])[..., 0].T.float() * scales[0]
-            drest = drest.contiguous()
-        kept = either(low if low.dim() == 4 else None, out)
-        rows = (token_rows(x) for x in (grad_out, out, kept))
-        top = _Top(c.pad(grad_out), drest, *rows, low.dim() == 4, scales)
-        _attend_backward(c, top, scale, *(x.flatten(0, 1) for x in grads))
+        scales = scales_of(grad_out, v, grad_rest)
+        drest = None if grad_rest is None else c.pad_numbers(grad_rest.float() * scales[0])
+        kept = low if low.dim() == 4 else None
+        results = (token_rows(x) for x in (grad_out, out, either(kept, out)))
+        top = Top(c.pad(grad_out), drest, scales, *results, has_low=kept is not None)
+        panels = make_plan(c.lengths, c.panel, q.device).panels
+        attend_backward(c, panels, top, scale, *(x.flatten(0, 1) for x in grads))
     return grads[0], grads[1], grads[2]
 
 
@@ -245,65 +263,78 @@ def _(grad_out, grad_rest, q, k, v, out, rest, low, scale, lengths):
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
-class _Top(NamedTuple):
-    """What arrives from above, and what the forward pass left."""
+class Top(NamedTuple):
+    """What arrives from above, and what the forward pass left, or of a rectangle: what nearer and
+    farther keys did."""
 
     padded: Tensor  # dO, [blocks·64, HQ, DV]
     grad_rest: Tensor | None  # [HQ, blocks·64] float32, scaled
-    grad_out: Tensor  # [B·T, HQ, DV], as are the next two
+    scales: Tensor  # [3]
+    grad_out: Tensor  # [B·T, HQ, DV], as are the next two; a rectangle needs none of them
     out: Tensor
     low: Tensor
     has_low: bool
-    scales: Tensor  # [3]
+    taken: Tensor | None = None  # of a rectangle: −log₂ of what nearer keys left, [HQ, blocks·64]
+    through: Tensor | None = None  # Σ A dA of its keys and the farther ones, the same, scaled
 
 
-def _scales(grad_out: Tensor, grad_rest: Tensor | None, v: Tensor) -> Tensor:
+def scales_of(grad_out: Tensor, v: Tensor, *parts: Tensor | None) -> Tensor:
     """Powers of two that keep float16 parts of the backward pass in range, float32 [3].
 
     What gains A dA and score gradients are multiplied by, so that none exceeds 2¹⁵; of that, the
-    factor of dA; and log₂ of the shares' own (together they make the first).
+    factor of dA; and log₂ of the shares' own (together they make the first). `parts` are of score
+    gradients too: their largest elements may add up.
     """
     one = grad_out.new_ones(1, dtype=torch.float32)
     if grad_out.dtype != torch.float16:
         return torch.cat([one, one, 0 * one])
     most = 2 * v.shape[3] * grad_out.abs().amax().float() * v.abs().amax().float()
-    if grad_rest is not None:
-        most = most + grad_rest.abs().amax()
+    for part in parts:
+        if part is not None:
+            most = most + part.abs().amax()
     gains = torch.where(most > 0, (2**15 / most).log2().floor(), 0 * one)
     return torch.cat([gains.exp2(), (gains - 14).exp2(), 14 * one])
 
 
-def _attend_backward(c: _Call, top: _Top, scale: float, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+def attend_backward(
+    c: StickCall,
+    panels: list[Panel],
+    top: Top,
+    scale: float,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
+    """Write the gradients `[tokens, heads, ·]` of what the grids' tokens are."""
     (HQ, H), t, grid = c.heads, c.tiles, c.grid
     DP, DVP = c.constants["DP"], c.constants["DVP"]
     descriptors = (public(c.q, DP, 64), public(c.k, DP, 64), public(c.v, DVP, 64))
     descriptors += (public(top.padded, DVP, 64),)
-    panels = make_plan(c.lengths, _panel(c), dq.device).panels
     notes = c.q.new_empty(2, HQ * max(p.notes for p in panels) * BLOCK, dtype=torch.float32)
     parts = (top.scales, top.scales)
-    if len(panels) > 1:
+    if len(panels) > 1:  # zero where no diagonal tile begins the sum
+        make = torch.zeros if c.key_blocks else torch.empty
         parts = tuple(
-            c.q.new_empty(H, grid.count * BLOCK, width, dtype=torch.float32) for width in (DP, DVP)
+            make(H, c.keys.count * BLOCK, width, dtype=torch.float32, device=dq.device)
+            for width in (DP, DVP)
         )
-    drest = either(top.grad_rest, notes)
+    drest, taken, whole = (either(x, notes) for x in (top.grad_rest, top.taken, top.through))
     reach = grid.blocks.new_empty(HQ, grid.count)  # from which block of keys on anything is left
     kinds = dict(DREST=top.grad_rest is not None, D=dq.shape[2], CHUNK=t.chunk)
     kinds |= dict(maxnreg=t.registers, **c.constants)
     scales = (scale * 1.4426950408889634, scale)
     for panel in panels:
         stick_queries_bwd_kernel[(len(panel.queries), HQ)](
-            *descriptors, top.grad_out, top.out, top.low, drest, top.scales, *notes, reach, dq,
-            grid.blocks, panel.queries, grid.count, panel.notes, *scales,
+            *descriptors, top.grad_out, top.out, top.low, drest, taken, whole, top.scales, *notes,
+            reach, dq, grid.blocks, panel.queries, grid.count, panel.notes, c.key_blocks, *scales,
             *strides(top.grad_out, top.out, dq),
             STAGES=t.queries_stages, LOW=top.has_low, num_warps=t.queries_warps, **kinds,
         )  # fmt: skip
-        vectors = (
-            TensorDescriptor(x.reshape(-1), [x.numel()], [1], [BLOCK]) for x in (drest, *notes)
-        )
+        vectors = (vector(x.reshape(-1), BLOCK) for x in (drest, taken, *notes))
         stick_keys_bwd_kernel[(len(panel.keys), H)](
-            *descriptors, *vectors, reach, top.scales, dk, dv, *parts, grid.blocks, panel.keys,
-            grid.count, panel.notes, *scales, *strides(dk, dv), STAGES=t.keys_stages,
-            PARTS=len(panels) > 1, num_warps=t.keys_warps, **kinds,
+            *descriptors, *vectors, reach, top.scales, dk, dv, *parts, c.keys.blocks, panel.keys,
+            grid.count, c.keys.count, panel.notes, *scales, *strides(dk, dv),
+            STAGES=t.keys_stages, PARTS=len(panels) > 1, num_warps=t.keys_warps, **kinds,
         )  # fmt: skip
 
 

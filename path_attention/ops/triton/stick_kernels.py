@@ -4,6 +4,9 @@ Rows of q, k, v and dO are blocks of 64, padded with zeros, so every tile is who
 diagonal one has a mask. Queries walk from there to the left, some blocks of keys (CHUNK) at a time:
 where nothing is left of all 64 sticks, so that shares and gradients are zero in float32, the rest
 of the way is skipped but for the sum that log_remaining is.
+
+RECTANGLE: keys are of other tokens, all of them before all queries (`stick_rectangle.py`). There is
+no diagonal tile; each sequence's keys are padded in front, where a walk arrives last.
 """
 
 from __future__ import annotations
@@ -114,15 +117,28 @@ def shares_of(
 
 
 @triton.jit
+def taken_of(b_taking, hidden, RECTANGLE: tl.constexpr):
+    """Row sums of −log₂(1 − σ), the first `hidden` keys left out: they are padding."""
+    if RECTANGLE:
+        b_taking = tl.where(tl.arange(0, 64)[None, :] >= hidden, b_taking, 0.0)
+    return tl.sum(b_taking, 1)
+
+
+@triton.jit
 def score_gradients(
-    b_a, b_beta, b_used, b_v, b_do, b_through, b_drest, unit, b_ones, DREST: tl.constexpr,
-    OPERAND: tl.constexpr,
+    b_a, b_beta, b_used, b_v, b_do, b_through, b_drest, b_factor, unit, b_ones,
+    DREST: tl.constexpr, RECTANGLE: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """dS of a tile, and row sums of the gains A dA; b_through: what the keys behind left of δ."""
+    """dS of a tile, and row sums of the gains A dA; b_through: what the keys behind left of δ.
+
+    b_factor: what is left of the sticks at the rectangle's end, which b_a takes for whole ones.
+    """
     b_gain = tl.dot(b_do, tl.trans(b_v), input_precision=FLOAT32)
     if tl.float16 == OPERAND:
         b_gain *= unit
     b_gain *= rounded(b_a, OPERAND)
+    if RECTANGLE:
+        b_gain *= b_factor[:, None]
     b_gained = tl.sum(b_gain, 1)
     b_through = b_through[:, None] - behind(b_gain, b_ones, 1 if tl.float32 == OPERAND else 2)
     b_ds = b_gain - b_used * b_through
@@ -134,14 +150,18 @@ def score_gradients(
 # --- Kernels -------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["key_blocks", "padding"])
 def stick_fwd_kernel(
     q_desc, k_desc, v_desc, out_ptr, low_ptr, rest_ptr, blocks_ptr, order_ptr, scale,
-    stride_ot, stride_oh, stride_rt,
+    stride_ot, stride_oh, stride_rt, key_blocks, padding,
     G: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    STAGES: tl.constexpr, CHUNK: tl.constexpr, LOW: tl.constexpr, OPERAND: tl.constexpr,
+    STAGES: tl.constexpr, CHUNK: tl.constexpr, LOW: tl.constexpr, RECTANGLE: tl.constexpr,
+    OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries: output, what rounding takes off it (LOW), log of what remains."""
+    """One block of queries: output, what rounding takes off it (LOW), log of what remains.
+
+    key_blocks, padding: of each sequence of a RECTANGLE, with so many keys of padding.
+    """
     i_block, i_hq = tl.load(order_ptr + tl.program_id(0)), tl.program_id(1)
     i_h = i_hq // G
     token = tl.load(blocks_ptr + i_block * 4)
@@ -152,30 +172,38 @@ def stick_fwd_kernel(
     b_ones = triangle(tl.float32 if tl.float32 == OPERAND else tl.float16)
     row = i_block * 64
     b_q = q_desc.load([row, i_hq * DP])
-    b_v = v_desc.load([row, i_h * DVP])
-    b_k = k_desc.load([row, i_h * DP])
-    b_s, b_taking, b_behind = break_off(b_q, b_k, scale, b_ones, True, OPERAND)
-    b_a = tl.math.exp2(b_s - b_taking - b_behind + shift)
-    b_a = tl.where(o[:, None] > o[None, :], b_a, 0.0)
-    b_acc = tl.dot(b_a.to(OPERAND), b_v, input_precision=FLOAT32)
-    b_left = -tl.sum(b_taking, 1)
+    if RECTANGLE:
+        index = key_blocks
+        row = (tl.load(blocks_ptr + i_block * 4 + 3) + 1) * key_blocks * 64
+        b_acc = tl.zeros([64, DVP], tl.float32)
+        b_left = tl.zeros([64], tl.float32)
+    else:
+        b_v = v_desc.load([row, i_h * DVP])
+        b_k = k_desc.load([row, i_h * DP])
+        b_s, b_taking, b_behind = break_off(b_q, b_k, scale, b_ones, True, OPERAND)
+        b_a = tl.math.exp2(b_s - b_taking - b_behind + shift)
+        b_a = tl.where(o[:, None] > o[None, :], b_a, 0.0)
+        b_acc = tl.dot(b_a.to(OPERAND), b_v, input_precision=FLOAT32)
+        b_left = -tl.sum(b_taking, 1)
     for start in tl.range(0, index, CHUNK, num_stages=1):
         steps = tl.minimum(CHUNK, index - start)
         if tl.max(b_left) > _GONE:
-            for _ in tl.range(0, steps, num_stages=STAGES):
+            for step in tl.range(0, steps, num_stages=STAGES):
                 row -= 64
                 b_k = k_desc.load([row, i_h * DP])
                 b_s, b_taking, b_behind = break_off(b_q, b_k, scale, b_ones, False, OPERAND)
                 b_a = tl.math.exp2(b_s - b_taking - b_behind + (b_left + shift)[:, None])
                 b_v = v_desc.load([row, i_h * DVP])
                 b_acc = tl.dot(b_a.to(OPERAND), b_v, b_acc, input_precision=FLOAT32)
-                b_left -= tl.sum(b_taking, 1)
+                hidden = tl.where(start + step == index - 1, padding, 0)
+                b_left -= taken_of(b_taking, hidden, RECTANGLE)
         else:
-            for _ in tl.range(0, steps, num_stages=STAGES):
+            for step in tl.range(0, steps, num_stages=STAGES):
                 row -= 64
                 b_k = k_desc.load([row, i_h * DP])
                 b_s = tl.dot(b_q, tl.trans(b_k), input_precision=FLOAT32) * scale
-                b_left -= tl.sum(softplus(b_s, tl.float32 == OPERAND), 1)
+                hidden = tl.where(start + step == index - 1, padding, 0)
+                b_left -= taken_of(softplus(b_s, tl.float32 == OPERAND), hidden, RECTANGLE)
     if tl.float16 == OPERAND:
         b_acc *= 1.0 / 16384.0
     inside = o < valid
@@ -190,16 +218,20 @@ def stick_fwd_kernel(
     tl.store(p_rest, b_left * 0.6931471805599453, inside)
 
 
-@triton.jit(do_not_specialize=["count", "notes"])
+@triton.jit(do_not_specialize=["count", "notes", "key_blocks"])
 def stick_queries_bwd_kernel(
-    q_desc, k_desc, v_desc, do_desc, do_ptr, out_ptr, low_ptr, drest_ptr, scales_ptr, left_ptr,
-    through_ptr, reach_ptr, dq_ptr, blocks_ptr, queries_ptr, count, notes, scale, score_scale,
+    q_desc, k_desc, v_desc, do_desc, do_ptr, out_ptr, low_ptr, drest_ptr, taken_ptr, whole_ptr,
+    scales_ptr, left_ptr, through_ptr, reach_ptr, dq_ptr, blocks_ptr, queries_ptr, count, notes,
+    key_blocks, scale, score_scale,
     stride_dt, stride_dh, stride_ot, stride_oh, stride_qt, stride_qh,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     STAGES: tl.constexpr, CHUNK: tl.constexpr, LOW: tl.constexpr, DREST: tl.constexpr,
-    OPERAND: tl.constexpr,
+    RECTANGLE: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of one block of a panel's queries; notes at each block of keys."""
+    """Gradient of one block of a panel's queries; notes at each block of keys.
+
+    Of a RECTANGLE: −log₂ of what is left where the walk begins, and what it finds of δ there.
+    """
     i_block, i_hq = tl.load(queries_ptr + tl.program_id(0) * 2), tl.program_id(1)
     note = (i_hq.to(tl.int64) * notes + tl.load(queries_ptr + tl.program_id(0) * 2 + 1)) * 64
     i_h = i_hq // G
@@ -215,36 +247,61 @@ def stick_queries_bwd_kernel(
     row = i_block * 64
     b_q = q_desc.load([row, i_hq * DP])
     b_do = do_desc.load([row, i_hq * DVP])
-    b_out = load_tile(out_ptr + i_hq * stride_oh, token, stride_ot, o, o_v, valid, DV)
-    b_out = b_out.to(tl.float32)
-    if LOW:
-        b_out += load_tile(low_ptr + i_hq * stride_oh, token, stride_ot, o, o_v, valid, DV)
-    b_out *= load_tile(do_ptr + i_hq * stride_dh, token, stride_dt, o, o_v, valid, DV)
-    b_through = tl.sum(b_out, 1) * grad_scale
     b_left = tl.zeros([64], tl.float32) + tl.load(scales_ptr + 2)
+    b_gone = b_left
     b_drest = b_left
+    at_rows = (i_hq * count + i_block).to(tl.int64) * 64 + o
     if DREST:
-        b_drest = tl.load(drest_ptr + (i_hq * count + i_block).to(tl.int64) * 64 + o)
-    b_k = k_desc.load([row, i_h * DP])
-    b_v = v_desc.load([row, i_h * DVP])
-    tl.store(left_ptr + note + index * 64 + o, b_left)
-    tl.store(through_ptr + note + index * 64 + o, b_through)
-    b_a, b_beta, b_used, b_taken = shares_of(
-        b_q, b_k, b_left, used_up, scale, b_ones, True, OPERAND
-    )
-    b_ds, b_gained = score_gradients(
-        b_a, b_beta, b_used, b_v, b_do, b_through, b_drest, unit, b_gain_ones, DREST, OPERAND
-    )
-    # (Loaded again: the compiler of Triton 3.6 trips over one load that two products outside of a
-    # loop read, one of them transposed.)
-    b_k = k_desc.load([row, i_h * DP])
-    b_dq = tl.dot(b_ds.to(OPERAND), b_k, input_precision=FLOAT32)
-    b_left -= b_taken
-    b_through -= b_gained
+        b_drest = tl.load(drest_ptr + at_rows)
+    if RECTANGLE:
+        index = key_blocks
+        row = (tl.load(blocks_ptr + i_block * 4 + 3) + 1) * key_blocks * 64
+        b_gone = tl.load(taken_ptr + at_rows)
+        b_through = tl.load(whole_ptr + at_rows)
+        b_dq = tl.zeros([64, DP], tl.float32)
+    else:
+        b_out = load_tile(out_ptr + i_hq * stride_oh, token, stride_ot, o, o_v, valid, DV)
+        b_out = b_out.to(tl.float32)
+        if LOW:
+            b_out += load_tile(low_ptr + i_hq * stride_oh, token, stride_ot, o, o_v, valid, DV)
+        b_out *= load_tile(do_ptr + i_hq * stride_dh, token, stride_dt, o, o_v, valid, DV)
+        b_through = tl.sum(b_out, 1) * grad_scale
+        b_k = k_desc.load([row, i_h * DP])
+        b_v = v_desc.load([row, i_h * DVP])
+        tl.store(left_ptr + note + index * 64 + o, b_left)
+        tl.store(through_ptr + note + index * 64 + o, b_through)
+        b_a, b_beta, b_used, b_taken = shares_of(
+            b_q, b_k, b_left, used_up, scale, b_ones, True, OPERAND
+        )
+        b_ds, b_gained = score_gradients(
+            b_a,
+            b_beta,
+            b_used,
+            b_v,
+            b_do,
+            b_through,
+            b_drest,
+            b_left,
+            unit,
+            b_gain_ones,
+            DREST,
+            False,
+            OPERAND,
+        )
+        # (Loaded again: the compiler of Triton 3.6 trips over one load that two products outside of
+        # a loop read, one of them transposed.)
+        b_k = k_desc.load([row, i_h * DP])
+        b_dq = tl.dot(b_ds.to(OPERAND), b_k, input_precision=FLOAT32)
+        b_left -= b_taken
+        b_through -= b_gained
+    b_factor = tl.math.exp2(-b_gone)  # of a RECTANGLE
     reach = index
     for start in tl.range(0, index, CHUNK, num_stages=1):
         stop = tl.minimum(start + CHUNK, index)
-        if DREST or tl.max(b_left) > _GONE:
+        b_stick = b_left
+        if RECTANGLE:
+            b_stick -= b_gone
+        if DREST or tl.max(b_stick) > _GONE:
             reach = index - stop
             for back in tl.range(start, stop, num_stages=STAGES):
                 b_k = k_desc.load([row - 64 - back * 64, i_h * DP])
@@ -263,9 +320,11 @@ def stick_queries_bwd_kernel(
                     b_do,
                     b_through,
                     b_drest,
+                    b_factor,
                     unit,
                     b_gain_ones,
                     DREST,
+                    RECTANGLE,
                     OPERAND,
                 )
                 b_dq = tl.dot(b_ds.to(OPERAND), b_k, b_dq, input_precision=FLOAT32)
@@ -283,14 +342,14 @@ def stick_queries_bwd_kernel(
     tl.store(dq_ptr + o_dq, b_dq.to(dq_ptr.dtype.element_ty), m_dq)
 
 
-@triton.jit(do_not_specialize=["count", "notes"])
+@triton.jit(do_not_specialize=["count", "key_count", "notes"])
 def stick_keys_bwd_kernel(
-    q_desc, k_desc, v_desc, do_desc, drest_desc, left_desc, through_desc, reach_ptr,
-    scales_ptr, dk_ptr, dv_ptr, dk_part_ptr, dv_part_ptr, blocks_ptr, keys_ptr, count, notes, scale,
-    score_scale, stride_kt, stride_kh, stride_vt, stride_vh,
+    q_desc, k_desc, v_desc, do_desc, drest_desc, taken_desc, left_desc, through_desc, reach_ptr,
+    scales_ptr, dk_ptr, dv_ptr, dk_part_ptr, dv_part_ptr, blocks_ptr, keys_ptr, count, key_count,
+    notes, scale, score_scale, stride_kt, stride_kh, stride_vt, stride_vh,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     STAGES: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, DREST: tl.constexpr,
-    OPERAND: tl.constexpr,
+    RECTANGLE: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one block of keys and values, of a panel's queries; added up over panels."""
     table = keys_ptr + tl.program_id(0) * 6
@@ -311,7 +370,7 @@ def stick_keys_bwd_kernel(
     b_v = v_desc.load([i_block * 64, i_h * DVP])
     b_dk = tl.zeros([64, DP], tl.float32)
     b_dv = tl.zeros([64, DVP], tl.float32)
-    part = (i_h.to(tl.int64) * count + i_block) * 64
+    part = (i_h.to(tl.int64) * key_count + i_block) * 64
     o_dk = o[:, None] * DP + o_d[None, :]
     o_dv = o[:, None] * DVP + o_v[None, :]
     if PARTS and diagonal < 0:  # an earlier panel was there
@@ -319,7 +378,7 @@ def stick_keys_bwd_kernel(
         b_dv = tl.load(dv_part_ptr + part * DVP + o_dv)
     for g in tl.range(0, G, num_stages=1):
         i_hq = i_h * G + g
-        if diagonal >= 0:
+        if not RECTANGLE and diagonal >= 0:
             b_q = q_desc.load([i_block * 64, i_hq * DP])
             b_do = do_desc.load([i_block * 64, i_hq * DVP])
             at = (i_hq * notes + diagonal) * 64
@@ -339,9 +398,11 @@ def stick_keys_bwd_kernel(
                 b_do,
                 b_through,
                 b_drest,
+                b_left,
                 unit,
                 b_gain_ones,
                 DREST,
+                False,
                 OPERAND,
             )
             b_dk = tl.dot(tl.trans(b_ds.to(OPERAND)), b_q, b_dk, input_precision=FLOAT32)
@@ -363,7 +424,15 @@ def stick_keys_bwd_kernel(
                     b_a, b_beta, b_used, _ = shares_of(
                         b_q, b_k, b_left, used_up, scale, b_ones, False, OPERAND
                     )
-                    b_dv = tl.dot(tl.trans(b_a.to(OPERAND)), b_do, b_dv, input_precision=FLOAT32)
+                    b_whole = b_a
+                    b_factor = b_left
+                    if RECTANGLE:
+                        b_gone = taken_desc.load([(i_hq * count + first + r) * 64])
+                        b_factor = tl.math.exp2(-b_gone)
+                        b_whole = b_a * b_factor[:, None]
+                    b_dv = tl.dot(
+                        tl.trans(b_whole.to(OPERAND)), b_do, b_dv, input_precision=FLOAT32
+                    )
                     b_ds, _ = score_gradients(
                         b_a,
                         b_beta,
@@ -372,9 +441,11 @@ def stick_keys_bwd_kernel(
                         b_do,
                         b_through,
                         b_drest,
+                        b_factor,
                         unit,
                         b_gain_ones,
                         DREST,
+                        RECTANGLE,
                         OPERAND,
                     )
                     b_dk = tl.dot(tl.trans(b_ds.to(OPERAND)), b_q, b_dk, input_precision=FLOAT32)

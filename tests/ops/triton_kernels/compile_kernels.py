@@ -3,8 +3,9 @@
     python compile_kernels.py 90:64:path_fox:bfloat16:232448 …
 
 Each argument is a compute capability, a head size, an encoding ("stick": the stick-breaking
-kernels; "decode_path_fox" and so on: a step of decoding; "prefill_path_fox" and so on: what a chunk
-takes besides the operator), a dtype and the shared memory (bytes)
+kernels, "stick_rectangle": the same over keys of other tokens; "decode_path_fox" and so on: a step
+of decoding; "prefill_path_fox" and so on: what a chunk takes besides the operator), a dtype and the
+shared memory (bytes)
 that tiles are chosen for. One line of JSON a kernel: its name and what it takes
 (`benchmarks/compiled.py`), or the compiler's error. It wants a process of its own: kernels that
 were decorated for the interpreter do not compile.
@@ -30,6 +31,7 @@ from path_attention.ops.triton import (
     ranges,
     step,
     stick_breaking,
+    stick_rectangle,
     transport,
 )
 
@@ -40,6 +42,12 @@ def launches(D: int, encoding: str, dtype: torch.dtype, shared_memory: int) -> N
         q, k, v = (torch.randn(1, 512, heads, D).to(dtype) for heads in (4, 2, 2))
         out, rest, low = stick_breaking._forward(q, k, v, 0.1, None)
         stick_breaking._backward(out, rest, q, k, v, out, rest, low, 0.1, None)
+        return
+    if encoding == "stick_rectangle":
+        q, k, v = (torch.randn(1, 256, heads, D).to(dtype) for heads in (4, 2, 2))
+        out, rest = stick_rectangle.triton_stick_rectangle(q, k, v, 0.1)
+        top = out.to(dtype), rest, rest, None
+        stick_rectangle.triton_stick_rectangle_backward(q, k, v, 0.1, *top)
         return
     call.shared_memory_of = lambda device: shared_memory
     if encoding.startswith("decode_"):

@@ -180,8 +180,8 @@ def test_hopper(D, encoding):
 STICK = {"stick_fwd_kernel", "stick_queries_bwd_kernel", "stick_keys_bwd_kernel"}
 
 
-def check_stick(capability: int, D: int, dtype: str, stack: int) -> None:
-    rows = kernels(capability, D, "stick", dtype)
+def check_stick(capability: int, D: int, dtype: str, stack: int, encoding: str = "stick") -> None:
+    rows = kernels(capability, D, encoding, dtype)
     assert {row["kernel"] for row in rows} == STICK
     for row in rows:
         assert "error" not in row, row
@@ -208,6 +208,22 @@ def test_stick_breaking(capability, stack):
 )
 def test_stick_breaking_of_other_sizes(capability, D, dtype, stack):
     check_stick(capability, D, dtype, stack)
+
+
+@pytest.mark.parametrize(
+    ("capability", "D", "dtype", "stack"),
+    [
+        (90, 64, "bfloat16", 120),
+        pytest.param(80, 64, "bfloat16", 2200, marks=pytest.mark.slow),
+        pytest.param(90, 128, "bfloat16", 420, marks=pytest.mark.slow),
+        pytest.param(100, 128, "bfloat16", 420, marks=pytest.mark.slow),
+        pytest.param(90, 64, "float16", 360, marks=pytest.mark.slow),
+        pytest.param(90, 64, "float32", 3600, marks=pytest.mark.slow),
+    ],
+)
+def test_stick_breaking_over_other_keys(capability, D, dtype, stack):
+    """Without the diagonal tile less spills."""
+    check_stick(capability, D, dtype, stack, "stick_rectangle")
 
 
 # --- Decoding ------------------------------------------------------------------------------------
