@@ -1,7 +1,8 @@
 """Read long texts with any causal language model in bounded memory: in pieces, through its cache.
 
 Log-likelihoods of continuations and greedy answers, of several rows at once. What a row gets does
-not depend on the rows beside it, but for the rounding of larger products.
+not depend on the rows beside it, but for the rounding of larger products. A model whose logits are
+no numbers is refused (ValueError naming it and the place): its greedy token would be some token.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ def logits_at(
         keep = (columns - start).to(model.device) if len(columns) else 1
         logits = _call(model, inputs[:, start:stop].to(model.device), keep, **past)
         if len(columns):
+            _check(model, logits, columns[None] + 1)
             yield columns, logits
 
 
@@ -111,6 +113,8 @@ def greedy_answers(
     written: list[list[int]] = [[] for _ in prompts]
     going = list(range(len(prompts)))
     while True:
+        read = torch.tensor([[len(prompts[n]) + len(written[n])] for n in going])
+        _check(model, logits[going, -1:], read)
         latest = logits[:, -1].argmax(-1, keepdim=True)
         for n in list(going):
             written[n].append(int(latest[n]))
@@ -120,6 +124,20 @@ def greedy_answers(
             return written
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
         logits = _call(model, latest, 1, **past, **_place(model, mask, 1))
+
+
+def _check(model: PreTrainedModel, logits: Tensor, read: Tensor) -> None:
+    """Raise ValueError unless logits `[B, K, V]` are numbers; -∞ of some tokens is one.
+
+    read: tokens before each of them, `[B or 1, K]`.
+    """
+    bad = ~logits.amax(-1).isfinite().cpu()
+    if bad.any():
+        raise ValueError(
+            f"models: expected logits that are numbers, got others after "
+            f"{int(read.expand_as(bad)[bad].min())} tokens from "
+            f"{model.name_or_path or type(model).__name__}"
+        )
 
 
 def new_cache(model: PreTrainedModel) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -78,6 +80,30 @@ def test_answers_do_not_depend_on_batch_piece_or_padding(model):
     stopped = greedy_answers(model, prompts(), 12, lambda ids: ids[-1] == end)
     for ids, whole in zip(stopped, alone, strict=True):
         assert ids == whole[: whole.index(end) + 1 if end in whole else None]
+
+
+def test_logits_that_are_no_numbers_are_refused(model):
+    """Of one token, which nothing here holds, at every place; −∞ forbids a token and is one."""
+    rows = [([token % 96 for token in prompt], [7, 5]) for prompt in prompts()[1:3]]
+    head = model.get_output_embeddings()
+    forbid = head.register_forward_hook(
+        lambda *call: call[2].masked_fill(torch.arange(VOCABULARY) > 7, -torch.inf)
+    )
+    written = greedy_answers(model, [row[0] for row in rows], 4, lambda ids: False)
+    assert max(map(max, written)) <= 7
+    assert all(math.isfinite(total) for total, _ in log_likelihoods(model, rows))
+    forbid.remove()
+    with torch.no_grad():
+        head.weight[96] = torch.nan
+    model.name_or_path = "runs/broken"
+    message = "^models: expected logits that are numbers, got others after {} tokens from runs/brok"
+    for piece in (16, 2048):
+        with pytest.raises(ValueError, match=message.format(61)):
+            log_likelihoods(model, rows, piece)
+        with pytest.raises(ValueError, match=message.format(61)):
+            greedy_answers(model, [row[0] for row in rows], 3, lambda ids: True, piece)
+        with pytest.raises(ValueError, match=message.format(130)):
+            greedy_answers(model, [rows[0][0]], 3, lambda ids: True, piece)
 
 
 def test_pieces_bound_what_is_read_at_once(model):
