@@ -201,4 +201,5 @@ def read_completions(out: Path) -> list[dict[str, Any]]:
     path = out / "completions.jsonl"
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    with path.open(encoding="utf-8") as file:  # whose lines end at \n alone, a text's at U+2028 too
+        return [json.loads(line) for line in file]

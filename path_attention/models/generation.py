@@ -211,7 +211,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     Raises ValueError naming the line that is neither.
     """
     prompts: list[Prompt] = []
-    for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for n, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
         try:

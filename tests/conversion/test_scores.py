@@ -104,6 +104,14 @@ def test_completions_before_and_after(converted, pretrained) -> None:
         assert line["answer"].strip().split("\n")[0] in (converted / "README.md").read_text()
 
 
+def test_completions_may_hold_any_character(tmp_path) -> None:
+    assert read_completions(tmp_path) == []
+    lines = [{"prompt": "a\u2028b", "answer": "\u2029"}, {"prompt": "\u0085", "answer": "\n"}]
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    (tmp_path / "completions.jsonl").write_text(text, encoding="utf-8")
+    assert read_completions(tmp_path) == lines
+
+
 def test_default_suites_need_no_data(converted, tmp_path) -> None:
     models = {"student": converted / "start"}
     scorer = Scorer(report=ReportRecipe(), models=models, out=tmp_path)

@@ -128,6 +128,9 @@ def test_several_prompts_from_a_file(run_folder, capsys) -> None:
         file.write_text(f'"a"\n{line}\n')
         with pytest.raises(ValueError, match="prompts: expected a JSON text .* in line 2 of"):
             read_prompts(file)
+    odd = ["a\u2028b", "a\u2029b", "a\u0085b"]  # none of them ends a line of JSON
+    file.write_text("".join(f'"{text}"\n' for text in odd), encoding="utf-8")
+    assert read_prompts(file) == odd
     file.write_text("\n")
     with pytest.raises(ValueError, match="prompts: expected at least one line"):
         read_prompts(file)
