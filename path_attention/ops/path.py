@@ -144,6 +144,43 @@ def path_attention(
     return out if not return_lse or lse is None else (out, lse)
 
 
+def explain_choice(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor | None = None,
+    beta: Tensor | None = None,
+    log_forget: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | Packing | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> str:
+    """What `path_attention` would run for these arguments, and why it is not "triton", in words.
+
+    Of "triton" also whose main loops: Hopper's (by warp groups and TMA) or the portable ones. As
+    outside of a compiled graph. Raises ValueError as `path_attention` does.
+    """
+    q, k, v = cast_as_autocast_does(q, k, v)
+    check_tensors(q, k, v, w, beta, log_forget)
+    packing = check_packing(q, cu_seqlens)
+    if w is not None and w.dim() == 5 and w.shape[3] == 1:
+        w = w[:, :, :, 0]
+    lse_gradient = return_lse and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+    name = _choose(implementation, q, k, v, w, log_forget, packing, return_lse, lse_gradient)
+    if name == "triton":
+        from path_attention.ops.triton.call import tiles_of
+
+        t = tiles_of(q, v, w, log_forget)
+        loops = {"forward": t.hopper_forward, "dq": t.hopper_queries, "dk/dv": t.hopper_keys}
+        whose = (f"{loop} {'hopper' if its else 'portable'}" for loop, its in loops.items())
+        return f"triton: {', '.join(whose)}"
+    lacks = _triton_lacks(q, v, w)
+    if implementation is not None or name == "sdpa" or lacks is None:
+        return name
+    return f"{name}: triton wants {lacks}"
+
+
 def _choose(
     implementation: str | None,
     q: Tensor,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from operator_cases import make_inputs
 
-from path_attention import Packing, path_attention
+from path_attention import Packing, explain_choice, path_attention
 from path_attention.ops import path
 from path_attention.ops.triton import device
 
@@ -277,3 +277,34 @@ def test_return_lse_alone_does_not_change_the_choice_for_other_devices():
     assert choose(q=tensor_on("mps"), return_lse=True) == "blockwise"
     with pytest.raises(ValueError, match="expected cpu or cuda tensors for return_lse, got .* mps"):
         choose("sdpa", q=tensor_on("mps"), return_lse=True)
+
+
+def test_a_choice_is_explained(monkeypatch):
+    pytest.importorskip("triton")
+    from path_attention.ops.triton import call
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+    def make(size: int):
+        x = make_inputs(T, size=(size, size), dtype=torch.float32)
+        return (*(y.bfloat16() for y in x[:3]), *x[3:])
+
+    q, k, v, w, beta, gate = make(64)
+    asked = {"implementation": "triton"}
+    portable = "triton: forward portable, dq portable, dk/dv portable"
+    assert explain_choice(q, k, v, w, beta, **asked) == portable
+    monkeypatch.setattr(call, "warpgroups_of", lambda device: True)
+    mixed = "triton: forward portable, dq portable, dk/dv hopper"
+    assert explain_choice(q, k, v, w, beta, gate, **asked) == mixed
+    wide = make(128)
+    hopper = "triton: forward hopper, dq hopper, dk/dv hopper"
+    assert explain_choice(*wide, **asked) == hopper
+    single = (*(x.float() for x in wide[:3]), *wide[3:])
+    assert explain_choice(*single, **asked) == portable
+    assert explain_choice(q, k, v) == "sdpa"
+    double = [None if x is None else x.double() for x in (q, k, v, w, beta)]
+    wants = "blockwise: triton wants bfloat16, float16 or float32, got torch.float64"
+    assert explain_choice(*double) == wants
+    assert explain_choice(*double, implementation="blockwise") == "blockwise"
+    with pytest.raises(ValueError, match="w: expected None with implementation 'sdpa'"):
+        explain_choice(*double, implementation="sdpa")

@@ -70,14 +70,16 @@ def operand_of(q: Tensor, w: Tensor | None) -> torch.dtype:
     return torch.float16 if w is not None and q.dtype != torch.float32 else q.dtype
 
 
-def make_call(q, k, v, w, beta, log_forget, lengths: Tensor | None) -> Call:
-    B, T, HQ, D = q.shape
-    H, DV = v.shape[2:]
-    grid = make_grid((T,) * B if lengths is None else tuple(lengths.tolist()), q.device)
-    transport = w is not None
-    operand = operand_of(q, w)
+def tiles_of(q: Tensor, v: Tensor, w: Tensor | None, log_forget: Tensor | None) -> Tiles:
+    """The choice for a call with these inputs, on their device."""
     memory, warpgroups = shared_memory_of(q.device), warpgroups_of(q.device)
-    tiles = choose_tiles(D, DV, operand, transport, log_forget is not None, memory, warpgroups)
+    kinds = w is not None, log_forget is not None
+    return choose_tiles(q.shape[3], v.shape[3], operand_of(q, w), *kinds, memory, warpgroups)
+
+
+def make_call(q, k, v, w, beta, log_forget, lengths: Tensor | None) -> Call:
+    (B, T, HQ), H = q.shape[:3], v.shape[2]
+    grid = make_grid((T,) * B if lengths is None else tuple(lengths.tolist()), q.device)
     return Call(
         token_rows(q),
         token_rows(k),
@@ -87,10 +89,10 @@ def make_call(q, k, v, w, beta, log_forget, lengths: Tensor | None) -> Call:
         None if log_forget is None else log_forget.flatten(0, 1),
         None if log_forget is None else q.new_empty(HQ, B * T, dtype=torch.float64),
         grid,
-        tiles,
+        tiles_of(q, v, w, log_forget),
         H,
         HQ // H,
-        operand,
+        operand_of(q, w),
     )
 
 
