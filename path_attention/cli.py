@@ -7,9 +7,10 @@ when it is called, so `--help` is quick and a missing extra breaks the commands 
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 # words → (module, class, one line of help)
 COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
@@ -312,8 +313,20 @@ def _run(words: list[str]) -> None:
             command = getattr(importlib.import_module(module), cls)
             _parse(command, name, words[len(name) :]).run()
             return
-    known = [" ".join(name) for name in COMMANDS]
-    raise ValueError(f"command: expected one of {known}, got {' '.join(words[:2])!r}")
+    _group(words)
+
+
+def _group(words: list[str]) -> None:
+    """Show the commands that begin with these words. Raises ValueError if there are none."""
+    asked = tuple(itertools.takewhile(lambda word: not word.startswith("-"), words))
+    for count in range(len(asked), -1, -1):
+        group = [name for name in COMMANDS if name[:count] == asked[:count]]
+        if count and count == len(asked) and group:
+            print(_usage(group))
+            raise SystemExit(0 if words[count:] in (["-h"], ["--help"]) else 2)
+        if group:
+            known = [*dict.fromkeys(" ".join(name[: count + 1]) for name in group)]
+            raise ValueError(f"command: expected one of {known}, got {' '.join(words[:3])!r}")
 
 
 def _parse(command: type, name: tuple[str, ...], words: list[str]):
@@ -334,10 +347,11 @@ def _parse(command: type, name: tuple[str, ...], words: list[str]):
     return tyro.cli(command, prog=f"{prog} {words[0]}", args=words[1:], default=command.of(recipe))
 
 
-def _usage() -> str:
-    width = max(len(" ".join(name)) for name in COMMANDS)
+def _usage(names: Iterable[tuple[str, ...]] = tuple(COMMANDS)) -> str:
+    shown = {" ".join(name): COMMANDS[name][2] for name in names}
+    width = max(map(len, shown))
     lines = ["usage: path-attention COMMAND [options]   (COMMAND --help shows its options)", ""]
-    lines += [f"  {' '.join(name):{width}}  {line}" for name, (_, _, line) in COMMANDS.items()]
+    lines += [f"  {name:{width}}  {line}" for name, line in shown.items()]
     return "\n".join(lines)
 
 

@@ -31,6 +31,15 @@ def test_help_names_every_command(words, capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out.strip() == f"path-attention {__version__}"
 
 
+@pytest.mark.parametrize("group", [("evaluate",), ("task", "run"), ("corpus",)])
+def test_help_of_a_group_names_its_commands(group, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*group) == 2
+    assert run(*group, "--help") == 0
+    lines = capsys.readouterr().out.splitlines()
+    shown = [line.split("  ")[1] for line in lines if line.startswith("  ")]
+    assert shown == 2 * [" ".join(name) for name in cli.COMMANDS if name[: len(group)] == group]
+
+
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_every_command_is_a_dataclass_that_runs(name: tuple[str, ...]) -> None:
     module, cls, line = cli.COMMANDS[name]
@@ -57,7 +66,8 @@ def test_help_imports_next_to_nothing() -> None:
     ("words", "line"),
     [
         (("dance",), "command: expected one of"),
-        (("corpus",), "command: expected one of"),
+        (("evaluate", "rulr"), "command: expected one of ['evaluate perplexity', "),
+        (("--verbose",), "command: expected one of ['train', 'export', 'corpus', 'convert', "),
         (("train", "no_such"), "RECIPE: expected one of"),
         (("train", "no_such.py:f"), "RECIPE: expected a Python file before the colon"),
         (("corpus", "build", "--sources", "no/such", "--out", "x"), "sources: expected"),
