@@ -11,6 +11,7 @@ come, and at most two stretches of keys wait for what lies between them.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -196,7 +197,8 @@ class _Borders(NamedTuple):
                 through[slot][step] *= (-taken[slot][step]).exp()
             for step in reversed(range(count[slot] - 1)):
                 through[slot][step] += through[slot][step + 1]
-            beyond[:, one] = through[slot][0]
+            used_up = own_rest[:, one] < math.log(torch.finfo(own_rest.dtype).tiny)
+            beyond[:, one] = through[slot][0].masked_fill(used_up, 0)  # kernels skip what asks 0
         return cls(taken, through, beyond)
 
     def at(self, pair: Pair) -> tuple[Tensor, Tensor]:

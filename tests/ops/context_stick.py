@@ -65,7 +65,7 @@ def check(
 def check_operator(lengths: dict[str, list[int] | None]) -> None:
     for name, documents in lengths.items():
         B = 2 if documents is None else 1
-        inputs = make_inputs(200, B=B, heads=(4, 2), size=(8, 6))
+        inputs = make_inputs(200, B=B, heads=(4, 2), size=(8, 6), shift=-5.0)
         check(f"stick, {name}", inputs, documents, implementation="definition")
     many = lengths["many"]
     for wanted in ("out", "rest"):

@@ -295,13 +295,16 @@ def stick_queries_bwd_kernel(
         b_left -= b_taken
         b_through -= b_gained
     b_factor = tl.math.exp2(-b_gone)  # of a RECTANGLE
+    asked = False  # whether log_remaining has a gradient here
+    if DREST:
+        asked = tl.max(tl.where(b_drest == 0.0, 0, 1)) > 0
     reach = index
     for start in tl.range(0, index, CHUNK, num_stages=1):
         stop = tl.minimum(start + CHUNK, index)
         b_stick = b_left
         if RECTANGLE:
             b_stick -= b_gone
-        if DREST or tl.max(b_stick) > _GONE:
+        if asked or tl.max(b_stick) > _GONE:
             reach = index - stop
             for back in tl.range(start, stop, num_stages=STAGES):
                 b_k = k_desc.load([row - 64 - back * 64, i_h * DP])
@@ -408,10 +411,8 @@ def stick_keys_bwd_kernel(
             b_dk = tl.dot(tl.trans(b_ds.to(OPERAND)), b_q, b_dk, input_precision=FLOAT32)
         for start in tl.range(0, rows, CHUNK, num_stages=1):
             steps = tl.minimum(CHUNK, rows - start)
-            reach = index
-            if not DREST:
-                p_reach = reach_ptr + i_hq * count + first + start + o_c
-                reach = tl.min(tl.load(p_reach, o_c < steps, other=index + 1))
+            p_reach = reach_ptr + i_hq * count + first + start + o_c
+            reach = tl.min(tl.load(p_reach, o_c < steps, other=index + 1))
             if reach <= index:
                 for r in tl.range(start, start + steps, num_stages=STAGES):
                     b_q = q_desc.load([(first + r) * 64, i_hq * DP])

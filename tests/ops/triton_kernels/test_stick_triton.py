@@ -77,6 +77,30 @@ def test_what_lies_behind_the_stick_s_end_is_skipped(panels, monkeypatch, chunk,
         assert torch.equal(far["v"][:, 192:], got["v"][:, 192:])
 
 
+def test_a_gradient_of_log_remaining_keeps_only_the_blocks_that_have_one(panels, monkeypatch):
+    """Zeros ask nothing: what is far behind the stick's end is skipped as it is without them."""
+    from path_attention.ops.triton import stick_breaking
+
+    tiles = dataclasses.replace(stick_breaking.choose_tiles(64, torch.float32), chunk=1)
+    monkeypatch.setattr(stick_breaking, "choose_tiles", lambda *_: tiles)
+    inputs = make(400, shift=2.0)
+    above = torch.randn(1, 400, 2)
+    above[:, 64:] = 0  # the first block's queries alone
+
+    def grads(dtype, implementation, *numbers):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in numbers]
+        results = stick_breaking_attention(*leaves, implementation=implementation)
+        return torch.autograd.grad(results, leaves, [torch.ones_like(results[0]), above.to(dtype)])
+
+    got = grads(torch.float32, "triton", *inputs)
+    for x, exact in zip(got, grads(torch.float64, "definition", *inputs), strict=True):
+        assert relative_error(x, exact, 0.1) <= FLOAT32
+    inputs.v[:, :64] = torch.nan
+    far = grads(torch.float32, "triton", *inputs)
+    assert torch.equal(far[0][:, 336:], got[0][:, 336:])
+    assert torch.equal(far[2][:, 192:], got[2][:, 192:])
+
+
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (3, 1)])
 @pytest.mark.parametrize("size", [(8, 8), (16, 3), (5, 64), (64, 3)])
 def test_heads_and_sizes(heads, size):
