@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
 
@@ -270,7 +271,12 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
         "registers, spills and shared memory of the Triton operator's kernels; needs no GPU",
     ),
 }
-_SERVE = ("fastapi", "starlette", "uvicorn", "prometheus_client")  # what the extra `serve` brings
+_EXTRAS = {  # what each brings
+    "evaluate": "lm_eval",
+    "serve": "fastapi starlette uvicorn prometheus_client",
+    "convert": "peft gguf",
+    "train": "tyro transformers tokenizers safetensors numpy datasets rich tensorboard matplotlib",
+}
 _ERRORS = (ValueError, OSError, FloatingPointError)
 
 
@@ -293,10 +299,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ImportError as error:
         if os.environ.get("PATH_ATTENTION_TRACEBACK") == "1":
             raise
-        missing, extra = str(error), "train"
-        for name, brings in {"lm_eval": "evaluate", **dict.fromkeys(_SERVE, "serve")}.items():
-            extra = brings if name in missing else extra
-        _fail(f"{error}; `pip install '.[{extra}]'` in a clone brings what the commands need")
+        said = set(re.findall(r"\w+", str(error)))
+        extra = next((extra for extra, names in _EXTRAS.items() if said & {*names.split()}), None)
+        hint = f"; `pip install '.[{extra}]'` in a clone brings what the commands need"
+        _fail(f"{error}{hint if extra else ''}")
 
 
 def _run(words: list[str]) -> None:

@@ -91,6 +91,8 @@ def test_bad_input_is_one_line(
         (OSError(28, "No space left on device", "x"), "error: [Errno 28] No space left on device"),
         (FloatingPointError("the loss is nan\nat step 3"), "error: the loss is nan at step 3"),
         (ImportError("No module named 'tyro'"), "error: No module named 'tyro'; `pip install"),
+        (ImportError("No module named 'lm_eval'"), "error: No module named 'lm_eval'; `pip"),
+        (ImportError("No module named 'my_code'"), "error: No module named 'my_code'\n"),
     ],
 )
 def test_failures_are_one_line(error, line: str, capsys, monkeypatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +23,7 @@ __all__ = ["RECIPES", "demo_path", "demo_rope", "find_recipe", "pretrain", "reci
 def find_recipe(name: str) -> Callable[[], Recipe]:
     """The recipe function of this name ("-" may stand for "_"), or "FILE.py:FUNCTION".
 
-    Raises ValueError if there is none.
+    The file may import its neighbours, as a script may. Raises ValueError if there is none.
     """
     file, separator, function = name.rpartition(":")
     if separator:
@@ -48,6 +49,7 @@ def _from_file(file: Path, function: str) -> Callable[[], Recipe]:
     if not file.is_file() or spec is None or spec.loader is None:
         raise ValueError(f"RECIPE: expected a Python file before the colon, got {str(file)!r}")
     module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(file.parent.resolve()))
     spec.loader.exec_module(module)
     if not callable(getattr(module, function, None)):
         raise ValueError(f"RECIPE: {file} has no function {function!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,11 +27,13 @@ def test_the_demo_differs_in_the_encoding_alone() -> None:
     assert (path["model.preset"], rope["model.preset"]) == ("path", "rope")
 
 
-def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
+def test_a_recipe_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
     file = tmp_path / "mine.py"
+    (tmp_path / "a_neighbour_of_mine.py").write_text("other = 3\n")
     file.write_text(
-        "from path_attention.recipes import demo_path\nother = 3\ndef mine():\n"
-        "    return demo_path()\n"
+        "from a_neighbour_of_mine import other\nfrom path_attention.recipes import demo_path\n"
+        "def mine():\n    return demo_path()\n"
     )
     assert find_recipe(f"{file}:mine")().name == "demo_path"
     with pytest.raises(ValueError, match="has no function 'other'"):
