@@ -18,7 +18,7 @@ import torch
 
 from path_attention.conversion.recipe import ReportRecipe
 from path_attention.evaluation.perplexity_by_length import Partial, perplexity_by_length
-from path_attention.models.generation import Prompt, encode_prompt
+from path_attention.models.generation import Prompt, decode_answer, encode_prompt
 from path_attention.models.loading import load_model, load_tokenizer
 from path_attention.results import make_result, read_result, write_result, write_whole
 from path_attention.training.corpus import TokenCorpus
@@ -182,7 +182,7 @@ class Scorer:
                     max_new_tokens=self.report.new_tokens,
                     do_sample=False,
                 )[0, ids.shape[1] :]
-                text = tokenizer.decode(written, skip_special_tokens=True)
+                text = decode_answer(tokenizer, ids[0].tolist(), written.tolist())
                 lines.append({"model": label, "chat": chat, "prompt": prompt, "answer": text})
             del model
         path = self.out / "completions.jsonl"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Prompt = str | list[dict[str, str]]
+_BEFORE = 8  # tokens of a prompt that its answer is read with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,3 +254,27 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> torch.T
     if not ids:
         raise ValueError("prompt: expected at least one token, got an empty text")
     return torch.tensor([ids])
+
+
+def decode_answer(
+    tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], answer: Sequence[int]
+) -> str:
+    """The text of an answer's tokens, special ones left out, as it goes on with its prompt's.
+
+    Read with the prompt's end before it: SentencePiece's tokenizers take the blank off a text's
+    first token, and a program whose first line is indented by one less fails. Alone where both have
+    bytes of one character.
+    """
+    before = prompt_end(tokenizer, prompt)
+    head, whole, alone = (
+        str(tokenizer.decode(ids, skip_special_tokens=True))
+        for ids in (before, [*before, *answer], list(answer))
+    )
+    return whole[len(head) :] if whole.startswith(head) else alone
+
+
+def prompt_end(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> list[int]:
+    """The tokens before an answer that it is read with; none if they end inside a character."""
+    before = list(prompt[-_BEFORE:])
+    text = str(tokenizer.decode(before, skip_special_tokens=True))
+    return [] if text.endswith("\N{REPLACEMENT CHARACTER}") else before

@@ -84,7 +84,8 @@ class Answer:
         self.finish: FinishReason | None = None
         self.last: float | None = None
         self.random = make_generator(self.sampling.seed, index)
-        self._ends, self._text = ends, TextStream(tokenizer, self.request.stop)
+        self._ends = ends
+        self._text = TextStream(tokenizer, self.request.stop, self.request.prompt)
         self._waiting: list[TokenLogprob] = []
 
     @property

@@ -153,17 +153,17 @@ def spell(tokenizer: Any, token_ids: list[int], start: int = 0) -> dict[str, Any
     """Each token's part of the text, as JSON.
 
     Returns:
-        token_ids, start: as given; texts: of each token, such that those up to `start` and those
-        from there on are each a text; a character of several tokens comes with its last; names: of
-        the tokens without text, by their place: a special token's name, or its bytes.
+        token_ids, start: as given; texts: of each token, such that those up to `start` are a text,
+        and those from there on its answer; a character of several tokens comes with its last;
+        names: of the tokens without text, by their place: a special token's name, or its bytes.
     """
     rows = len(tokenizer)
     for token in token_ids:
         if not 0 <= token < rows:
             raise ValueError(f"token_ids: expected integers from 0 to {rows - 1}, got {token}")
     texts: list[str] = []
-    for part in (token_ids[:start], token_ids[start:]):
-        stream = TextStream(tokenizer)
+    for prompt, part in (([], token_ids[:start]), (token_ids[:start], token_ids[start:])):
+        stream = TextStream(tokenizer, prompt=prompt)
         texts += [stream.push(token) for token in part]
         if part:
             texts[-1] += stream.finish()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from path_attention.models.generation import prompt_end
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -16,16 +19,26 @@ _MOST, _KEPT = 16, 8  # tokens that may wait for a character to be whole, and th
 class TextStream:
     """The text of an answer as its tokens come, given out once nothing can change it.
 
+    As a whole it is `models.generation.decode_answer`'s: read with the prompt's end before it, so
+    that a blank at its start stays.
+
     Attributes:
         stopped: whether a stop string has come; what follows it is dropped, and it itself.
         given: characters given out.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop: tuple[str, ...] = (),
+        prompt: Sequence[int] = (),
+    ) -> None:
+        """prompt: the tokens that the text goes on with; none where it starts one."""
         self._tokenizer, self._stop = tokenizer, stop
-        self._ids: list[int] = []
+        self._ids = prompt_end(tokenizer, prompt)
         # Of `_ids`, the newest tokens: those of text that was whole, and characters taken.
-        self._read = self._shown = 0
+        self._head = self._text(self._ids)  # of the prompt, until there is text behind it
+        self._read, self._shown = len(self._ids), len(self._head)
         self._held = ""
         self.stopped, self.given = False, 0
 
@@ -47,7 +60,11 @@ class TextStream:
         if self.stopped:
             return ""
         # A token's text may depend on the one before it: decode both, and take what is new.
-        now, known = self._text(self._ids), self._shown
+        now = self._text(self._ids)
+        if not now.startswith(self._head):  # bytes of a character are on both sides
+            self._ids, self._read, self._shown, self._head = self._ids[self._read :], 0, 0, ""
+            now = self._text(self._ids)
+        known = self._shown
         if len(now) > known and (final or not now.endswith(_REPLACEMENT)):
             known, kept = len(now), self._ids[self._read :]
             self._read = len(kept)
@@ -56,7 +73,7 @@ class TextStream:
             self._read = 0
         else:
             return self._release(final)
-        self._held += now[self._shown : known]
+        self._head, self._held = "", self._held + now[self._shown : known]
         self._ids, self._shown = kept, len(self._text(kept)) - (len(now) - known)
         return self._release(final)
 

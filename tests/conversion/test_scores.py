@@ -9,9 +9,10 @@ import json
 import pytest
 import torch
 from small_conversion import small_conversion
+from tokenizers import decoders
 
 from path_attention import cli
-from path_attention.conversion import compare
+from path_attention.conversion import compare, scores
 from path_attention.conversion.control import control_of, read_conversion
 from path_attention.conversion.pipeline import convert
 from path_attention.conversion.recipe import ConversionRecipe, ReportRecipe
@@ -102,6 +103,21 @@ def test_completions_before_and_after(converted, pretrained) -> None:
                 break
         assert line["answer"] == tokenizer.decode(ids[0, start:], skip_special_tokens=True)
         assert line["answer"].strip().split("\n")[0] in (converted / "README.md").read_text()
+
+
+def test_completions_keep_their_first_blank(converted, tmp_path, monkeypatch) -> None:
+    """Of a tokenizer that drops the one that a text starts with, as SentencePiece's do."""
+    tokenizer = load_tokenizer(converted)
+    backend = tokenizer.backend_tokenizer
+    backend.decoder = decoders.Sequence([backend.decoder, decoders.Strip(" ", 1, 0)])
+    written = torch.tensor([tokenizer("  return", add_special_tokens=False).input_ids])
+    model = load_model(converted)
+    monkeypatch.setattr(model, "generate", lambda ids, **_: torch.cat([ids, written], 1))
+    monkeypatch.setattr(scores, "load_model", lambda *_, **__: model)
+    monkeypatch.setattr(scores, "load_tokenizer", lambda *_: tokenizer)
+    report = dataclasses.replace(REPORT, suites=(), prompts=("def f:",))
+    Scorer(report=report, models={"student": converted}, out=tmp_path).measure([])
+    assert [line["answer"] for line in read_completions(tmp_path)] == ["  return"]
 
 
 def test_completions_may_hold_any_character(tmp_path) -> None:

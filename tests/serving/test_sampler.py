@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from path_attention.models.generation import decode_answer
 from path_attention.serving.answer import Answer, Ticket
+from path_attention.serving.page import spell
 from path_attention.serving.request import Request, Sampling, TokenLogprob
 from path_attention.serving.sampler import (
     draw,
@@ -143,6 +145,37 @@ def test_spaces_between_words_stay() -> None:
     assert [names.name(n) for n in (0, 2, 3)] == [" the", "s", "<e>"]
 
 
+@pytest.mark.parametrize("text", ["def\n    return x\n", "a →é é→🐈x🐈", "→→→→é x", "  x\u2028 "])
+def test_an_answer_goes_on_with_its_prompt(text: str) -> None:
+    """Whatever the tokenizer drops at a text's start, and wherever the answer starts."""
+    from tokenizers import decoders
+
+    words = {"def": 258, "return": 259, "x": 260, " ": 261}
+    tokenizer = make_fallback(*(word.replace(" ", "▁") for word in words))
+    backend = tokenizer.backend_tokenizer
+    backend.decoder = decoders.Sequence([backend.decoder, decoders.Strip(" ", 1, 0)])
+    ids: list[int] = []
+    places, at = {}, 0  # where in the text a word's first token stands
+    while at < len(text):
+        places[len(ids)] = at
+        word = next((word for word in words if text.startswith(word, at)), text[at])
+        ids += [words[word]] if word in words else list(word.encode())
+        at += len(word)
+    for cut in range(len(ids)):
+        prompt: list[int] = [257, *ids[:cut]]
+        pieces: list[Any] = []
+        request = Request(prompt=prompt, max_tokens=len(ids) - cut, deliver=pieces.append)
+        answer = Answer(Ticket(request, 0.0), 0, tokenizer, frozenset())
+        for token in ids[cut:]:
+            answer.accept(token, None)
+        written = "".join(piece.text for piece in pieces)
+        assert written == decode_answer(tokenizer, prompt, ids[cut:])
+        assert written == "".join(spell(tokenizer, [257, *ids], cut + 1)["texts"][cut + 1 :])
+        if cut in places:
+            dropped = cut == 0 and text.startswith(" ")
+            assert written == text[places[cut] + dropped :]
+
+
 def test_bytes_of_tokens(tokenizer) -> None:
     names = Names(tokenizer)
     for byte in range(256):
@@ -153,12 +186,13 @@ def test_bytes_of_tokens(tokenizer) -> None:
     assert names.bytes(0) == b"<|end|>"
 
 
-def make_fallback() -> Any:
+def make_fallback(*more: str) -> Any:
     """Pieces with blanks before them, and a token of each byte for what has no piece."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁cat": 256, "<e>": 257}
+    vocabulary |= {piece: 258 + n for n, piece in enumerate(more)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]

@@ -19,6 +19,7 @@ from lm_eval.utils import (
 from path_attention.evaluation.harness.answers import Answers
 from path_attention.evaluation.harness.batches import BatchSize
 from path_attention.evaluation.reading import PIECE, Row, greedy_answers, log_likelihoods
+from path_attention.models.generation import decode_answer
 from path_attention.models.loading import load_model_on, load_tokenizer
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 Truncate = Literal["no", "left", "middle"]
 Progress = Callable[[str, int, int], None]
 _DEFAULT_NEW_TOKENS = 256  # lm-eval's
-_BEFORE = 8  # tokens of a prompt that its answer is read with
 
 
 @dataclass
@@ -313,20 +313,10 @@ class CausalLM(TemplateLM):
         return ended
 
     def _text(self, prompt: Sequence[int], ids: list[int], until: Iterable[str]) -> str:
-        """What was written behind a prompt, up to a stop.
-
-        Read with the prompt's end before it: SentencePiece's tokenizers take the blank off a text's
-        first token, and a program whose first line is indented by one less fails.
-        """
+        """What was written behind a prompt, up to a stop."""
         if ids[-1] in self._ends:
             ids = ids[:-1]
-        before = list(prompt[-_BEFORE:])
-        head, whole, text = (
-            str(self.tokenizer.decode(x, skip_special_tokens=True))
-            for x in (before, [*before, *ids], ids)
-        )
-        if whole.startswith(head):  # not so where the prompt ends inside a character
-            text = whole[len(head) :]
+        text = decode_answer(self.tokenizer, prompt, ids)
         for stop in until:
             text = text.split(stop)[0] if stop else text
         return text
