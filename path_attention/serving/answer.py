@@ -153,7 +153,7 @@ def choose(logits: Tensor, answers: Sequence[Answer]) -> list[int | None]:
         if row is not own:
             changed[n] = row
     if changed:
-        logits = logits.clone()
+        logits = logits.to(next(iter(changed.values())).dtype, copy=True)
         for n, row in changed.items():
             logits[n] = row
     best, tokens = logits.max(1)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
 from path_attention.models.generation import decode_answer
-from path_attention.serving.answer import Answer, Ticket
+from path_attention.serving.answer import Answer, Ticket, choose, verify
 from path_attention.serving.page import spell
 from path_attention.serving.request import Request, Sampling, TokenLogprob
 from path_attention.serving.sampler import (
@@ -53,6 +54,14 @@ def test_rows_have_options_of_their_own() -> None:
                 torch.testing.assert_close(row, by_definition(z, s), rtol=1e-12, atol=1e-15)
 
 
+def test_a_row_does_not_depend_on_what_others_ask_for() -> None:
+    """To the bit, as a draw by a seed must not."""
+    logits = 3 * torch.randn(2, 5000, generator=torch.Generator().manual_seed(0))
+    alone = probabilities(logits[:1], [Sampling()])[0]
+    for other in (Sampling(top_p=0.5), Sampling(top_k=3), Sampling(temperature=0)):
+        assert probabilities(logits, [Sampling(), other])[0].equal(alone)
+
+
 @pytest.mark.parametrize("temperature", [1e-9, 1e-300, 5e-324])
 def test_the_coldest_draw_is_the_likeliest_token(temperature: float) -> None:
     logits = torch.tensor([[-3.0, 40.0, 39.9, -90.0]])
@@ -73,6 +82,19 @@ def test_penalties_are_taken_off() -> None:
     assert penalised(logits, Sampling(), {1: 2}) is logits
     s = Sampling(presence_penalty=0.5, frequency_penalty=0.25, logit_bias={1: 3.0, 4: -100.0})
     assert penalised(logits, s, {1: 2, 2: 1}).tolist() == [0, 2, -0.75, 0, -100]
+
+
+def test_small_penalties_count_in_bfloat16(tokenizer) -> None:
+    """Beside 20 its numbers are 0.125 apart: less than half of that would change nothing."""
+    sampling = Sampling(temperature=0, presence_penalty=0.05)
+    request = Request(prompt=[5], max_tokens=9, deliver=lambda piece: None, sampling=sampling)
+    answer = Answer(Ticket(request, math.inf), 0, tokenizer, frozenset())
+    answer.accept(3, None)
+    logits = torch.full((1, 9), 20.0, dtype=torch.bfloat16)
+    assert choose(logits, [answer]) == [0]
+    logits[0, :3] = 0
+    assert choose(logits, [answer]) == [4]
+    assert verify(logits, [], [], answer) == [4]
 
 
 def test_log_probabilities() -> None:
