@@ -234,11 +234,15 @@ def _given(told: Any) -> Any:
 
 
 def _as_refused(error: ValidationError) -> Refused:
-    first = error.errors(include_url=False, include_context=False)[0]
+    every = error.errors(include_url=False, include_context=False)
+    # Of what may be of several types each tells that it is not that: another mistake says more.
+    first = next((x for x in every if not x["type"].endswith("_type")), every[0])
     where = [str(x) for x in first["loc"]]
     if first["type"] == "extra_forbidden":
         name = ".".join(where)
         return Refused(f"{name[:80]}: unknown field", param=name[:80], code="unknown_parameter")
     name = where[0] if where else None
-    got = f", got {str(first['input'])[:60]!r}" if first["type"] != "missing" else ""
+    got = f", got {str(first['input'])[:60]!r}"
+    if first["type"] == "missing":
+        got = f", {where[-1]} is missing" if len(where) > 1 else ""
     return Refused(f"{name}: {first['msg']}{got}", param=name, code="invalid_value")

@@ -67,6 +67,22 @@ def test_bad_values_of_a_completion(server, param: str, value: object) -> None:
     refused(httpx.post(f"{server[0]}/v1/completions", json={**TEXT, param: value}), 400, param)
 
 
+@pytest.mark.parametrize(
+    ("kind", "wrong", "told"),
+    [
+        (CompletionBody, {**TEXT, "stop": ["a"] * 5}, "stop: List should have at most 4 items"),
+        (CompletionBody, {**TEXT, "stop": [""]}, "stop: String should have at least 1 character"),
+        (CompletionBody, {**TEXT, "prompt": []}, "prompt: List should have at least 1 item"),
+        (ChatBody, {**CHAT, "messages": [{"role": "user"}]}, "content is missing"),
+        (ChatBody, {**CHAT, "messages": [{"role": "user", "content": [{}]}]}, "type is missing"),
+        (ChatBody, {"messages": CHAT["messages"]}, "model: Field required"),
+    ],
+)
+def test_what_is_wrong_is_told_of_what_may_be_of_several_types(kind, wrong, told: str) -> None:
+    with pytest.raises(Refused, match=told):
+        parse(kind, json.dumps(wrong).encode())
+
+
 @pytest.mark.parametrize("prompt", [[258], [-1], [10**30], [[5, 300]]])
 def test_tokens_that_the_model_lacks(server, prompt: list) -> None:
     for echo in (False, True):
