@@ -104,6 +104,10 @@ def page_router(engine: Inspectable, *, longest: int = 8192) -> APIRouter:
 
     def spell_ids(asked: _Spell) -> dict[str, Any]:
         _check_length(asked.token_ids, longest)
+        rows = engine.model.config.get_text_config().vocab_size
+        for token in asked.token_ids:
+            if not 0 <= token < rows:
+                raise ValueError(f"token_ids: expected integers from 0 to {rows - 1}, got {token}")
         return spell(prompts.tokenizer, asked.token_ids, asked.start)
 
     def cut(asked: _Cut) -> dict[str, Any]:
@@ -155,12 +159,9 @@ def spell(tokenizer: Any, token_ids: list[int], start: int = 0) -> dict[str, Any
     Returns:
         token_ids, start: as given; texts: of each token, such that those up to `start` are a text,
         and those from there on its answer; a character of several tokens comes with its last;
-        names: of the tokens without text, by their place: a special token's name, or its bytes.
+        names: of the tokens without text, by their place: a special token's name, or its bytes, or
+        the number of one that the tokenizer lacks.
     """
-    rows = len(tokenizer)
-    for token in token_ids:
-        if not 0 <= token < rows:
-            raise ValueError(f"token_ids: expected integers from 0 to {rows - 1}, got {token}")
     texts: list[str] = []
     for prompt, part in (([], token_ids[:start]), (token_ids[:start], token_ids[start:])):
         stream = TextStream(tokenizer, prompt=prompt)
@@ -172,7 +173,7 @@ def spell(tokenizer: Any, token_ids: list[int], start: int = 0) -> dict[str, Any
         if token in special:
             names[place] = str(tokenizer.convert_ids_to_tokens(token))
         elif not text:
-            names[place] = known.bytes(token).hex(" ")
+            names[place] = known.bytes(token).hex(" ") or str(token)
     return {"token_ids": token_ids, "start": start, "texts": texts, "names": names}
 
 

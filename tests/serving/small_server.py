@@ -40,8 +40,9 @@ def make_model(
     """Random weights far from ties; the end of a text is never the likeliest token."""
     torch.manual_seed(seed)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, **sizes}
+    sizes = {"vocab_size": 258, **sizes}
     config = PathAttentionConfig.from_preset(
-        preset, vocab_size=258, direction_rank=8, qk_norm=True, initializer_range=0.2, **sizes
+        preset, direction_rank=8, qk_norm=True, initializer_range=0.2, **sizes
     )
     model = PathAttentionForCausalLM(config).to(dtype).eval()
     with torch.no_grad():

@@ -145,6 +145,14 @@ def test_spelt_tokens_are_the_text(http) -> None:
     assert spell(tokenizer, [])["texts"] == []
 
 
+def test_tokens_that_the_tokenizer_lacks_are_numbers() -> None:
+    """A model's rows may be more than its tokens, and tokens may leave holes."""
+    http = TestClient(make_app(model=make_model(vocab_size=270)))
+    told = http.post("/inspect/spell", json={"token_ids": [66, 265, 67]}).json()
+    assert told["texts"] == ["a", "", "b"] and told["names"] == {"1": "265"}
+    assert http.post("/inspect/spell", json={"token_ids": [270]}).status_code == 400
+
+
 def test_a_stopped_answer_is_cut_anew(http) -> None:
     tokenizer = make_tokenizer()
     told = http.post("/inspect/cut", json={"prompt": "ab", "answer": "cd"}).json()
