@@ -264,10 +264,5 @@ def _handle_errors(app: FastAPI) -> None:
         told.headers.update(error.headers or {})
         return told
 
-    async def failed(http: HttpRequest, error: Any) -> Response:
-        kind = "server_error"
-        return error_response(Refused("the server failed", status=500, kind=kind))
-
     app.add_exception_handler(Refused, refused)
     app.add_exception_handler(HTTPException, plain)
-    app.add_exception_handler(Exception, failed)

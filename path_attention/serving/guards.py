@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import re
 import uuid
 from typing import Any
@@ -16,6 +17,7 @@ from path_attention.serving.metrics import Metrics
 from path_attention.serving.request import Refused
 from path_attention.serving.settings import Settings
 
+log = logging.getLogger("path_attention.serving")
 REQUEST_ID = "x-request-id"
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
@@ -28,13 +30,19 @@ def error_response(error: Refused) -> JSONResponse:
     return JSONResponse(error.body(), error.status, headers)
 
 
+def number_response(headers: MutableHeaders, status: int, metrics: Metrics) -> None:
+    """Give a response its number, as OpenAI's have one, and count it by its status."""
+    headers[REQUEST_ID] = f"req_{uuid.uuid4().hex}"
+    metrics.responses.labels(str(status)).inc()
+
+
 class Guards:
     """Reads bodies up to a limit and for a time, and lets no one past without the key.
 
     The key is asked for by every POST and by what lies under /v1 and /metrics. A POST must be JSON:
     pages of other origins can't send that without being asked first. The Host header must name this
     server: a page whose own name was made to lead here, which to a browser is then of one origin
-    with it, is refused. Responses are numbered as OpenAI's are, and counted by status.
+    with it, is refused. Responses are numbered and counted; what a route raises is one of 500.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
@@ -46,10 +54,13 @@ class Guards:
             await self.app(scope, receive, send)
             return
 
+        started = False
+
         async def counted(message: Message) -> None:
+            nonlocal started
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID] = f"req_{uuid.uuid4().hex}"
-                self.metrics.responses.labels(str(message["status"])).inc()
+                started = True
+                number_response(MutableHeaders(scope=message), message["status"], self.metrics)
             await send(message)
 
         try:
@@ -61,7 +72,14 @@ class Guards:
         except Refused as error:
             await error_response(error)(scope, receive, counted)
             return
-        await self.app(scope, _replay(body, receive), counted)
+        try:
+            await self.app(scope, _replay(body, receive), counted)
+        except Exception:
+            if started:
+                raise
+            log.exception("%s %s failed", scope["method"], scope["path"])
+            failed = Refused("the server failed", status=500, kind="server_error")
+            await error_response(failed)(scope, receive, counted)
 
     def _check_head(self, scope: Scope) -> None:
         """What came in one piece may be longer than the HTTP server reads of several."""

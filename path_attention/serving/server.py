@@ -15,7 +15,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from path_attention.serving.app import create_app
 from path_attention.serving.engine import Engine
-from path_attention.serving.guards import error_response
+from path_attention.serving.guards import error_response, number_response
+from path_attention.serving.metrics import Metrics
 from path_attention.serving.request import Refused
 from path_attention.serving.settings import Settings
 
@@ -40,7 +41,7 @@ def make_server(
         settings = replace(settings, allowed_hosts=("*",))
 
     class Own(Connection):
-        limits = settings
+        limits, metrics = settings, engine.metrics
 
     config = uvicorn.Config(
         create_app(engine, settings),
@@ -73,6 +74,7 @@ class Connection(H11Protocol):
     """
 
     limits: ClassVar[Settings]
+    metrics: ClassVar[Metrics]
     _clock: asyncio.TimerHandle | None = None
     _reading: asyncio.TimerHandle | None = None
 
@@ -143,6 +145,7 @@ class Connection(H11Protocol):
         """Answer without a route, if nothing was answered yet, and end."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             told = error_response(error)
+            number_response(told.headers, error.status, self.metrics)
             headers = [*told.raw_headers, (b"connection", b"close")]
             phrase = HTTPStatus(error.status).phrase.encode()
             for event in (

@@ -391,6 +391,25 @@ def test_responses_are_numbered(client, server) -> None:
     assert missing.value.request_id.startswith("req_")
 
 
+def test_what_fails_is_answered_and_the_connection_goes_on(server, monkeypatch) -> None:
+    """With a number, counted, and so that the next request of the same connection is answered."""
+    address, engine = server
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("of the test")
+
+    monkeypatch.setattr("path_attention.serving.page.inspect_token", fail)
+    before = gauge(engine, "http_responses_total", status="500")
+    with httpx.Client(base_url=address) as http:
+        for n in (1, 2):
+            failed = http.post("/inspect", json={"token_ids": [5, 6], "position": 1, "layer": 0})
+            error = {"message": "the server failed", "type": "server_error"}
+            assert failed.status_code == 500
+            assert failed.json()["error"] == {**error, "param": None, "code": None}
+            assert failed.headers["x-request-id"].startswith("req_")
+            assert gauge(engine, "http_responses_total", status="500") == before + n
+
+
 def test_texts_are_encoded_one_at_a_time(tokenizer, monkeypatch) -> None:
     """Threads of the server share a tokenizer, which need not be for several."""
     from concurrent.futures import ThreadPoolExecutor

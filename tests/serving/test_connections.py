@@ -309,6 +309,15 @@ def test_what_is_no_http_is_told_so(server) -> None:
         refused(read(wire), 400)
 
 
+def test_what_reaches_no_route_is_numbered_and_counted(server) -> None:
+    address, engine = server
+    before = gauge(engine, "http_responses_total", status="400")
+    with connect(address) as wire:
+        wire.sendall(b"hello\r\n\r\n")
+        assert b"x-request-id: req_" in read(wire)
+    assert gauge(engine, "http_responses_total", status="400") == before + 1
+
+
 def test_connections_are_counted(make) -> None:
     with serve(make(), max_connections=2) as address:
         with connect(address) as first, connect(address) as second:
