@@ -60,9 +60,14 @@ class Prompts:
     def echo(self, prompt: str | list[int], ids: list[int]) -> Echo:
         """A prompt's text, and where in it each of its tokens begins."""
         stream, offsets, text = TextStream(self.tokenizer), [], ""
+        typed = prompt if isinstance(prompt, str) else ""
+        special, shown = frozenset(self.tokenizer.all_special_ids), 0
         with self._turn:
             for token in ids:
-                offsets.append(stream.length)
+                offsets.append(stream.length + shown)
                 text += stream.push(token)
+                # A special token has no text of its own, but a text may name it.
+                if token in special and typed.startswith(self.names.name(token), offsets[-1]):
+                    shown += len(self.names.name(token))
             text += stream.finish()
         return Echo(prompt if isinstance(prompt, str) else text, offsets)

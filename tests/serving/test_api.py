@@ -227,6 +227,17 @@ def test_offsets_are_where_tokens_begin(client, tokenizer, echo: bool, stream: b
             assert name in ("<|end|>", text[at]) or name[:6] == "bytes:" or text[at] == "�"
 
 
+def test_offsets_where_a_prompt_names_special_tokens(client) -> None:
+    """They have no text of their own, but the prompt is told as it was typed."""
+    options = {"model": NAME, "max_tokens": 1, "echo": True, "logprobs": 0, "seed": 1}
+    told = client.completions.create(prompt="<|end|>a→<|pad|>b", **options).choices[0]
+    assert told.text.startswith("<|end|>a→<|pad|>b")
+    assert told.logprobs.tokens[:7:5] == ["<|end|>", "<|pad|>"]
+    assert told.logprobs.text_offset == [0, 7, 8, 8, 8, 9, 16, 17]
+    told = client.completions.create(prompt=[0, 66, 1, 67], **options).choices[0]  # by number
+    assert told.text.startswith("ab") and told.logprobs.text_offset == [0, 0, 1, 1, 2]
+
+
 def test_an_echo_alone(client) -> None:
     told = client.completions.create(model=NAME, prompt="abc", max_tokens=0, echo=True, logprobs=0)
     assert told.choices[0].text == "abc" and told.usage.completion_tokens == 0
