@@ -211,5 +211,14 @@ def png(figure: Figure) -> bytes:
     return file.getvalue()
 
 
+def plain_label(text: str) -> str:
+    """A name as matplotlib shows it in legends, titles and at ticks, letter by letter.
+
+    Else what stands between dollars is a formula, and what starts with "_" is left out of legends.
+    """
+    hidden = "\N{ZERO WIDTH SPACE}" if text.startswith("_") else ""
+    return hidden + text.replace("$", r"\$")
+
+
 def _dump(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)

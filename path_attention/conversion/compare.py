@@ -12,7 +12,13 @@ from typing import Annotated, Any
 
 import tyro
 
-from path_attention.results import make_result, read_result, write_figure, write_result
+from path_attention.results import (
+    make_result,
+    plain_label,
+    read_result,
+    write_figure,
+    write_result,
+)
 from path_attention.training.log import read_log
 
 STAGES = ("attention", "logits", "pretraining")
@@ -205,5 +211,5 @@ def _curve(
         color=_COLOURS[n % len(_COLOURS)],
         marker=marker,
         markersize=4,
-        label=label,
+        label=plain_label(label),
     )

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 
-from path_attention.results import write_figure
+from path_attention.results import plain_label, write_figure
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # Okabe and Ito's
 _MARKERS = "osD^"
@@ -86,7 +86,7 @@ def _contexts(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
                 marker=_MARKERS[n % len(_MARKERS)],
                 markersize=4,
                 linestyle=line,
-                label=f"{model}, {corpus}",
+                label=plain_label(f"{model}, {corpus}"),
             )
     lengths = sorted({row["length"] for row in rows})
     axes.set_xscale("log")

@@ -9,6 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
+from path_attention.results import plain_label
+
 Row = Mapping[str, Any]
 # Okabe and Ito's colours, apart for colour-blind readers and in grey; markers tell them apart too
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -53,7 +55,7 @@ def _curves(suite: str, rows: Sequence[Row]) -> Figure:
         for n, label in enumerate(dict.fromkeys(map(name, mine))):
             _curve(panel, [row for row in mine if name(row) == label], n, label)
         panel.set_xlabel("tokens of context")
-        panel.set_title(title, fontsize=9)
+        panel.set_title(plain_label(title), fontsize=9)
         _tidy(panel)
     for panel in axes[len(panels) :]:
         panel.set_visible(False)
@@ -79,7 +81,7 @@ def _curve(axes: Axes, rows: Sequence[Row], n: int, label: str) -> None:
         marker=_MARKERS[n % len(_MARKERS)],
         markersize=4,
         linewidth=2.4 if mean else 1.2,
-        label=label,
+        label=plain_label(label),
     )
     if all(row["low"] is not None for row in rows):
         low, high = ([scale(row) * row[end] for row in rows] for end in ("low", "high"))
@@ -111,7 +113,7 @@ def _bars(suite: str, rows: Sequence[Row]) -> Figure:
             ]
             colour = _COLOURS[n % len(_COLOURS)]
             style = {"height": 0.8 / len(models), "color": colour, "ecolor": "0.3"}
-            panel.barh(at, score, xerr=ends, label=model, **style)
+            panel.barh(at, score, xerr=ends, label=plain_label(model), **style)
         panel.set_yticks(range(len(tasks)), tasks, fontsize=7)
         panel.invert_yaxis()
         panel.set_xlabel("score, %" if by == 100 else "perplexity, or bits a byte")
@@ -171,4 +173,4 @@ def _way(row: Row) -> str:
 
 
 def _place(row: Row) -> str:
-    return f"{row['model']}\n{row['column']}\n{row['length']:,}"
+    return plain_label(f"{row['model']}\n{row['column']}\n{row['length']:,}")

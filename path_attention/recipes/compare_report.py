@@ -17,7 +17,13 @@ from matplotlib.figure import Figure
 from path_attention.evaluation.figure import draw as draw_by_length
 from path_attention.evaluation.merge_seeds import merge_seeds
 from path_attention.recipes.language_models import MODELS
-from path_attention.results import command_line, read_result, write_figure, write_result
+from path_attention.results import (
+    command_line,
+    plain_label,
+    read_result,
+    write_figure,
+    write_result,
+)
 from path_attention.training.log import read_log
 
 Row = dict[str, Any]
@@ -208,8 +214,9 @@ def _curve(axes: Axes, rows: Sequence[Row], model: str, n: int) -> None:
     at = sorted({row["tokens"] for row in rows})
     losses = [[row["loss"] for row in rows if row["tokens"] == tokens] for tokens in at]
     style: dict[str, Any] = {"color": _COLOURS[n % 7], "marker": _MARKERS[n % 7], "markersize": 3}
+    style |= {"linewidth": 1.2}
     millions = [tokens / 1e6 for tokens in at]
-    axes.plot(millions, [fmean(each) for each in losses], label=model, linewidth=1.2, **style)
+    axes.plot(millions, [fmean(each) for each in losses], label=plain_label(model), **style)
     low, high = [min(each) for each in losses], [max(each) for each in losses]
     axes.fill_between(millions, low, high, color=style["color"], alpha=0.18, linewidth=0)
 

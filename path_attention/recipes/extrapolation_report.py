@@ -13,7 +13,13 @@ from typing import Any
 from path_attention.analysis.figure import finish
 from path_attention.recipes.compare_report import Row, find_runs, merge_part
 from path_attention.recipes.extrapolation import CONTEXT, PUBLISHED, TITLES
-from path_attention.results import command_line, read_result, write_figure, write_result
+from path_attention.results import (
+    command_line,
+    plain_label,
+    read_result,
+    write_figure,
+    write_result,
+)
 
 HOLDS = 1.1  # a model holds at a length where its perplexity is at most this times the shortest's
 # Okabe and Ito's colours, apart for colour-blind readers; then again with another line.
@@ -171,8 +177,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             colour, style = _COLOURS[n % 7], _STYLES[n // 7 % 2]
             at, low, high = ([row[c] for row in mine] for c in ("length", "low", "high"))
             axes.plot(
-                at, [row["ratio"] for row in mine], style, color=colour, label=mine[0]["title"],
-                marker=_MARKERS[n % 7], markersize=4, linewidth=1.3,
+                at, [row["ratio"] for row in mine], style, color=colour,
+                label=plain_label(mine[0]["title"]), marker=_MARKERS[n % 7], markersize=4,
+                linewidth=1.3,
             )  # fmt: skip
             if None not in low:
                 axes.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
@@ -184,7 +191,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.axhline(1, color="0.7", linewidth=0.8, zorder=0)
-        axes.set(xlabel="tokens of context", title=part)
+        axes.set(xlabel="tokens of context", title=plain_label(part))
         finish(axes)
     for axes in panels[1:]:
         axes.get_legend().remove()
