@@ -1,4 +1,4 @@
-"""The figure of perplexity by length, of one evaluation or of several seeds."""
+"""The figure of perplexity by length, of one evaluation, several sets of texts or seeds."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from path_attention.results import write_figure
+from path_attention.results import plain_label, write_figure
 
 # Okabe and Ito's colours, apart for colour-blind readers and in grey; markers tell them apart too.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -19,15 +19,35 @@ Row = Mapping[str, Any]
 
 
 def draw(result: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Draw a result of `evaluate perplexity` or `evaluate merge` as a PNG.
+    """Draw a result of `evaluate perplexity`, `perplexity_by_length` or `merge` as a PNG."""
+    write_figure(draw_by_length(result["rows"]), path)
+
+
+def draw_by_length(rows: Sequence[Row]) -> Figure:
+    """Perplexity by length: a curve for each model, two panels for each set of texts (`text`).
 
     Left: perplexity of the same targets against tokens of context. Right: perplexity of each
     stretch of positions in one long window. Both axes are logarithmic, so that equal slopes are
     equal growth and the loss is linear. Shades are each row's `low` to `high`; the dotted line is
     the training length.
     """
-    rows = result["rows"]
-    figure = Figure(figsize=(10, 4.6), layout="constrained", dpi=150)
+    sets = by_text(rows)
+    figure = Figure(figsize=(10, 4.6 * len(sets)), layout="constrained", dpi=150)
+    parts = figure.subfigures(len(sets), 1, squeeze=False).ravel()
+    for part, (text, mine) in zip(parts, sets.items(), strict=True):
+        _two_panels(part, text, mine)
+    return figure
+
+
+def by_text(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows by their set of texts; "" where they name none."""
+    sets: dict[str, list[Row]] = {}
+    for row in rows:
+        sets.setdefault(row.get("text", ""), []).append(row)
+    return sets
+
+
+def _two_panels(figure: SubFigure, text: str, rows: Sequence[Row]) -> None:
     left, right = figure.subplots(1, 2, sharey=True)
     by_length = [row for row in rows if row["by"] == "length"]
     by_position = [row for row in rows if row["by"] == "position"]
@@ -38,8 +58,7 @@ def draw(result: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     right.set(xlabel="position in one long window (stretches end at the marks)")
     right.set_title("targets spread over each stretch", fontsize=10)
     left.legend(frameon=False)
-    figure.suptitle(_title(rows), fontsize=11)
-    write_figure(figure, path)
+    figure.suptitle(_title(text, rows), fontsize=11)
 
 
 def _curves(axes: Axes, rows: Sequence[Row], x: str) -> None:
@@ -55,7 +74,7 @@ def _curves(axes: Axes, rows: Sequence[Row], x: str) -> None:
             color=colour,
             marker=_MARKERS[n % len(_MARKERS)],
             markersize=5,
-            label=model,
+            label=plain_label(model),
         )
         if all(row["low"] is not None for row in mine):
             low, high = [row["low"] for row in mine], [row["high"] for row in mine]
@@ -77,7 +96,7 @@ def _curves(axes: Axes, rows: Sequence[Row], x: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _title(rows: Sequence[Row]) -> str:
+def _title(text: str, rows: Sequence[Row]) -> str:
     first = rows[0]
     size = f"{first['tokens']:,} target tokens of {first['documents']} held-out documents"
     if "seeds" in first:
@@ -86,4 +105,5 @@ def _title(rows: Sequence[Row]) -> str:
         shade = "one document: no interval"
     else:
         shade = "shaded: 95 % interval over documents"
-    return f"Perplexity by length ({size}; {shade})"
+    on = f" on {plain_label(text)}\n" if text else " "
+    return f"Perplexity by length{on}({size}; {shade})"

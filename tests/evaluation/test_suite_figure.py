@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from path_attention.evaluation.figure import draw_by_length
 from path_attention.evaluation.suite_figure import draw_suite
 from path_attention.results import png, write_figure
 
@@ -43,6 +44,50 @@ def test_by_length_of_several_models_is_a_panel_for_each_task():
     assert [a.get_title() for a in axes] == ["mean of 4", *columns[:-1]]
     assert [[line.get_label() for line in a.lines] for a in axes] == [["a", "b"]] * 5
     assert len(axes[1].lines[0].get_xdata()) == 2 and len(axes[1].lines[1].get_xdata()) == 3
+
+
+@pytest.mark.parametrize("lengths", [(1024, 2048), (None,)])
+def test_any_name_of_a_model_is_shown(lengths):
+    """Also one that matplotlib would leave out, or take for a formula."""
+    names = ("_mine", r"$\foo$", "a_b^c $")
+    columns = ("vt", "fwe")
+    rows = [row(m, c, length, 0.5, low=0.0) for m in names for c in columns for length in lengths]
+    for shown in (rows, rows[: len(rows) // 3]):
+        figure = draw_suite("ruler", shown)
+        assert png(figure)[:4] == b"\x89PNG"
+    texts = draw_suite("ruler", rows).axes[0].get_legend().get_texts()
+    assert [_letters(text) for text in texts] == list(names)
+
+
+def test_perplexity_shows_any_name(tmp_path):
+    names = ("_mine", r"$\foo$")
+    rows = [
+        {
+            **{"text": text, "model": model, "by": by, by: 9, "to_position": 9, "length": 9},
+            **{"perplexity": 5.0, "low": 4.0, "high": 6.0, "training_length": None},
+            **{"tokens": 8, "documents": 2},
+        }
+        for text in ("one", "_$\\bar$")
+        for model in names
+        for by in ("length", "position")
+    ]
+    figure = draw_by_length(rows)
+    assert png(figure)[:4] == b"\x89PNG"
+    assert len(figure.axes) == 4
+    for axes in figure.axes[::2]:
+        assert [_letters(text) for text in axes.get_legend().get_texts()] == list(names)
+    titles = [_letters(part._suptitle) for part in figure.subfigs]
+    assert [title.split("\n")[0] for title in titles] == [
+        "Perplexity by length on one",
+        "Perplexity by length on _$\\bar$",
+    ]
+
+
+def _letters(text):
+    """What a text of a figure shows."""
+    shown, formula = text._preprocess_math(text.get_text())
+    assert not formula
+    return shown.replace("\u200b", "")
 
 
 def test_without_lengths_shares_and_perplexities_are_bars_apart():

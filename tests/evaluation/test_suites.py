@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.image import imread
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -471,6 +472,11 @@ def test_perplexity_on_long_texts(folder, tmp_path, monkeypatch, capsys):
         assert {row["model"] for row in found} == {"path", "llama"}
         assert {row["documents"] for row in found} == {documents}
         assert (tmp_path / "o" / f"perplexity_{name}.png").stat().st_size > 1000
+    together = read_result(tmp_path / "o" / "perplexity_by_length.json")["rows"]
+    assert [row for row in together if row["text"] == "text"] == found
+    assert list(dict.fromkeys(row["text"] for row in together)) == ["pg19", "text"]
+    one, both = (imread(tmp_path / "o" / f"perplexity_{x}.png") for x in ("text", "by_length"))
+    assert both.shape[:2] == (2 * one.shape[0], one.shape[1])  # panels below each other
     monkeypatch.setattr("path_attention.evaluation.perplexity_by_length.load_model", None)
     texts = ("--out", str(tmp_path / "p"), "--texts", str(folder / "text.txt"))
     (tmp_path / "short.txt").write_text("bal bem.")
@@ -478,7 +484,8 @@ def test_perplexity_on_long_texts(folder, tmp_path, monkeypatch, capsys):
     for other, message in {
         "nowhere.txt": "sources: expected",
         "short.txt": "lengths: expected at most",
-        "text.md": "texts: expected a different name for each, got ['text', 'text']",
+        "text.md": "texts: expected a different name for each and none 'by_length', got ['t",
+        "by_length.txt": "texts: expected a different name for each and none 'by_length', got ['t",
     }.items():
         assert failure(capsys, *words, *texts, str(tmp_path / other)).startswith(
             f"error: {message}"

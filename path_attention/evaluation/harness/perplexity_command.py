@@ -25,13 +25,17 @@ if TYPE_CHECKING:
     from path_attention.training.corpus import TokenCorpus
 
 
+_TOGETHER = "by_length"  # of the file of all sets, where a set's has its name
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvaluatePerplexityByLength:
     """Perplexity by length on PG-19, CodeParrot and NarrativeQA, or on texts of your own.
 
     As `evaluate perplexity`, which says how context is counted, with a corpus made for each set of
-    texts and tokenizer. Writes OUT/perplexity_SET.json and .png. Models with another tokenizer
-    read other tokens: compare how they grow.
+    texts and tokenizer. Writes OUT/perplexity_SET.json and .png, and of several sets together
+    OUT/perplexity_by_length.json and .png. Models with another tokenizer read other tokens: compare
+    how they grow.
     """
 
     models: Annotated[tuple[Path, ...], tyro.conf.Positional]
@@ -64,7 +68,6 @@ class EvaluatePerplexityByLength:
     def run(self) -> None:
         from transformers.utils.logging import disable_progress_bar
 
-        from path_attention.evaluation.figure import draw
         from path_attention.evaluation.table import print_by_length
 
         disable_progress_bar()
@@ -73,22 +76,33 @@ class EvaluatePerplexityByLength:
         check_lengths(lengths, self.targets)
         groups = by_tokenizer(models)
         sets = self._sets(groups, lengths)
+        together = []
         for name, corpora in sets.items():
-            base = self.out / f"perplexity_{name}"
             rows = []
             for digest, corpus in corpora.items():
-                rows += self._measure(name, corpus, digest, groups[digest], lengths, device)
-            result = make_result(
-                what=f"Perplexity by length on {name}: the same {self.targets} targets a window at "
-                "every length; growth is over the shortest length; low and high are the ends of a "
-                "95 % bootstrap interval over documents",
-                rows=rows,
-                device=device,
-            )
-            write_result(base.with_suffix(".json"), result)
-            draw(result, base.with_suffix(".png"))
+                measured = self._measure(name, corpus, digest, groups[digest], lengths, device)
+                rows += [{"text": name, **row} for row in measured]
             print_by_length(rows)
-            print(f"wrote {base}.json and {base}.png")
+            self._write(f"perplexity_{name}", name, rows, device)
+            together += rows
+        if len(sets) > 1:
+            self._write(f"perplexity_{_TOGETHER}", ", ".join(sets), together, device)
+
+    def _write(self, file: str, texts: str, rows: list[dict[str, Any]], device: str) -> None:
+        """A result and its figure."""
+        from path_attention.evaluation.figure import draw
+
+        result = make_result(
+            what=f"Perplexity by length on {texts}: the same {self.targets} targets a window at "
+            "every length; growth is over the shortest length; low and high are the ends of a "
+            "95 % bootstrap interval over documents",
+            rows=rows,
+            device=device,
+        )
+        path = self.out / f"{file}.json"
+        write_result(path, result)
+        draw(result, path.with_suffix(".png"))
+        print(f"wrote {path} and {path.with_suffix('.png')}")
 
     def _sets(
         self, groups: Mapping[str, Mapping[str, Path]], lengths: Sequence[int]
@@ -100,8 +114,10 @@ class EvaluatePerplexityByLength:
         from path_attention.training.corpus import build_corpus
 
         names = [Path(text).stem for text in self.texts]
-        if not names or len(set(names)) < len(names):
-            raise ValueError(f"texts: expected a different name for each, got {names}")
+        if not names or len({*names, _TOGETHER}) <= len(names):
+            raise ValueError(
+                f"texts: expected a different name for each and none {_TOGETHER!r}, got {names}"
+            )
         sources = {Path(text).stem: self._sources(text) for text in self.texts}
         sets: dict[str, dict[str, _Whole]] = {}
         for name, files in sources.items():
