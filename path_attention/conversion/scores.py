@@ -90,6 +90,10 @@ class Scorer:
         for number, (name, corpus) in enumerate(zip(names, corpora, strict=True)):
             label = name if names.count(name) == 1 else f"{name} {number}"
             rows += self._lengths(number, label, corpus)
+        if rows:
+            from path_attention.evaluation.report import write_page
+
+            write_whole(self.out / "report.html", write_page(self.out))
         if self.report.prompts:
             self._complete()
         return rows
@@ -118,16 +122,11 @@ class Scorer:
 
     def _suites(self) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
-        names = self.suites()
-        for name in names:
+        for name in self.suites():
             self._command(name).run()
             kept = ("model", "column", "length", "filter", "metric", "score", "low", "high")
             for row in read_result(self.out / f"{name}.json")["rows"]:
                 rows.append({"by": "suite", "suite": name, **{key: row[key] for key in kept}})
-        if names:
-            from path_attention.evaluation.report import write_page
-
-            write_whole(self.out / "report.html", write_page(self.out))
         return rows
 
     def _lengths(self, number: int, label: str, corpus: TokenCorpus) -> list[dict[str, Any]]:

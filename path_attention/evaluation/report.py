@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -12,11 +12,14 @@ from typing import Annotated, Any
 
 import tyro
 
+from path_attention.evaluation.figure import by_text, draw_by_length
 from path_attention.evaluation.published import MODELS, PUBLISHED
 from path_attention.evaluation.suite_figure import draw_suite, scale
 from path_attention.results import png, read_result, write_whole
 
 Row = Mapping[str, Any]
+_SUITE = {"column", "metric", "score"}  # columns that tell a result's kind
+_BY_LENGTH = {"by", "model", "perplexity", "low", "high", "training_length", "tokens"}
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem }
 table { border-collapse: collapse; margin: 1rem 0 }
@@ -30,7 +33,7 @@ summary { cursor: pointer } img { max-width: 100% }
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Write DIR/report.html: a table and a figure for each suite, and single samples to look into.
+    """Write DIR/report.html: tables and a figure for each suite, and single samples to look into.
 
     The page holds everything and opens without a server.
     """
@@ -60,6 +63,7 @@ def write_page(folder: Path, samples: int = 5) -> str:
         raise ValueError(
             f"folder: expected results of `path-attention evaluate`, {folder} has none"
         )
+    results = {name: one for name, one in results.items() if not _is_part(one, results.values())}
     parts = [_suite(name, result, folder, samples) for name, result in results.items()]
     return (
         "<!doctype html>\n<html lang=en><meta charset=utf-8><title>Evaluation</title>"
@@ -68,26 +72,42 @@ def write_page(folder: Path, samples: int = 5) -> str:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a file is a suite's result. Raises ValueError naming `folder` on a damaged one."""
+    """Whether a file is a suite's result, or one of perplexity by length.
+
+    Raises ValueError naming `folder` on a damaged one.
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"folder: expected undamaged results, {path}: {error}") from error
     rows = found.get("rows") if isinstance(found, dict) else None
     first = rows[0] if isinstance(rows, list) and rows else None
-    return isinstance(first, dict) and {"column", "metric", "score"} <= first.keys()
+    return isinstance(first, dict) and any(first.keys() >= x for x in (_SUITE, _BY_LENGTH))
+
+
+def _is_part(result: Mapping[str, Any], results: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether another result has all its rows and more, as that of all sets of texts has."""
+    rows = result["rows"]
+    larger = (one["rows"] for one in results if len(one["rows"]) > len(rows))
+    return any(all(row in theirs for row in rows) for theirs in larger)
 
 
 def _suite(name: str, result: Mapping[str, Any], folder: Path, samples: int) -> str:
     rows = result["rows"]
     versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items() if v)
     about = f"{result['command']} · {result['device']} · {versions} · {result['commit'] or ''}"
+    title = escape(name)
     parts = [
-        f"<h2 id={name}>{name}</h2>\n<p class=note>{escape(result['what'])}<br>{escape(about)}"
+        f'<h2 id="{title}">{title}</h2>\n<p class=note>{escape(result["what"])}<br>{escape(about)}'
     ]
-    parts.append(_table(name, rows))
-    figure = base64.b64encode(png(draw_suite(name, rows))).decode()
-    parts.append(f'<img alt="{name}" src="data:image/png;base64,{figure}">')
+    if rows[0].keys() >= _SUITE:
+        parts.append(_table(name, rows))
+        figure = draw_suite(name, rows)
+    else:
+        parts += _tables_by_length(rows)
+        figure = draw_by_length(rows)
+    figure = base64.b64encode(png(figure)).decode()
+    parts.append(f'<img alt="{title}" src="data:image/png;base64,{figure}">')
     for model in dict.fromkeys(row["model"] for row in rows):
         parts += _drill_down(folder / model / f"{name}.samples.jsonl", model, samples)
     return "\n".join(parts)
@@ -127,6 +147,48 @@ def _cell(row: Row) -> str:
     return (
         f'<span title="{row["documents"]} documents, to {row["longest"]} tokens{cut}">{text}</span>'
     )
+
+
+def _tables_by_length(rows: Sequence[Row]) -> Iterator[str]:
+    """Perplexity of each set of texts: lengths by models, and folded the stretches of positions."""
+    for text, mine in by_text(rows).items():
+        if text:
+            yield f"<h3>{escape(text)}</h3>"
+        yield _grid("tokens of context", [row for row in mine if row["by"] == "length"])
+        yield "<details><summary>By position in one long window</summary>"
+        yield _grid("positions", [row for row in mine if row["by"] == "position"])
+        yield "</details>"
+
+
+def _grid(head: str, rows: Sequence[Row]) -> str:
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    cells = {(_place(row), row["model"]): _perplexity(row) for row in rows}
+    lines = ["<table><tr>" + "".join(f"<th>{escape(h)}" for h in (head, *models))]
+    for place in dict.fromkeys(map(_place, rows)):
+        line = "".join(f"<td>{cells.get((place, model), '')}" for model in models)
+        lines.append(f"<tr><td>{place}{line}")
+    return "\n".join([*lines, "</table>"])
+
+
+def _place(row: Row) -> str:
+    if row["by"] == "length":
+        return f"{row['length']:,}"
+    return f"{row['from_position']:,}–{row['to_position']:,}"
+
+
+def _perplexity(row: Row) -> str:
+    """Perplexity with its interval, and below how it grew since the shortest length."""
+    text = f"{row['perplexity']:,.2f}{_ends(row, 'low', 'high', 2)}"
+    if "growth" in row:
+        text += f"<br>× {row['growth']:.3f}{_ends(row, 'growth_low', 'growth_high', 3)}"
+    about = f"{row['tokens']:,} target tokens of {row['documents']} documents"
+    return f'<span title="{about}">{text}</span>'
+
+
+def _ends(row: Row, low: str, high: str, digits: int) -> str:
+    if row[low] is None:
+        return ""
+    return f" <span class=interval>{row[low]:,.{digits}f}–{row[high]:,.{digits}f}</span>"
 
 
 def _drill_down(path: Path, model: str, samples: int) -> Iterator[str]:

@@ -56,7 +56,9 @@ def test_suites_are_those_of_evaluate(converted, pretrained, tmp_path) -> None:
     names = ("model", "column", "length", "metric", "score", "low", "high")
     found = [[row[name] for name in names] for row in rows if row["by"] == "suite"]
     assert found == [[row[name] for name in names] for row in theirs] and len(found) == 8
-    assert "variable_assignment" in (converted / "report" / "report.html").read_text()
+    page = (converted / "report" / "report.html").read_text()
+    for name in ("variable_assignment", "lengths_0", "lengths_1"):
+        assert f">{name}</h2>" in page
     card = (converted / "model" / "README.md").read_text()
     assert "## variable_assignment" in card and "| mean of 3 | 100 | mean |" in card
 
@@ -189,6 +191,8 @@ def test_slopes_and_contexts_are_compared(converted, tmp_path) -> None:
             expected[row["corpus"], row["length"], m] for m in ("student", "teacher")
         )
         assert row["ratio"] == pytest.approx(student / teacher, rel=1e-4)
+    named = {"rows": compare.reports(converted, "$\\x$")}  # matplotlib would look for a formula
+    compare.draw(named, tmp_path / "x.png")
     stage = tmp_path / "logits"
     stage.mkdir()
     (stage / "recipe.json").write_text(json.dumps({"steps": 64, "batch_tokens": 10}))

@@ -65,6 +65,54 @@ def test_the_page_has_all_and_needs_nothing(folder, capsys):
     assert "report.html" in capsys.readouterr().out
 
 
+def test_perplexity_by_length_has_its_table_and_figure(tmp_path, folder):
+    rows = [
+        {
+            **{"text": text, "model": model, "training_length": 512, "tokens": 640},
+            **{"documents": 5, "by": by, **place, "perplexity": 1234.5, "low": 1200.25},
+            **{"high": 1300.75, **(growth if by == "length" else {})},
+        }
+        for text in ("books & <b>", "code")
+        for model in ("mine <1>", "_other $\\foo$")
+        for by, places in (
+            ("length", ({"length": 512}, {"length": 1024})),
+            ("position", ({"from_position": 1, "to_position": 512},)),
+        )
+        for place, growth in zip(
+            places,
+            (
+                {"growth": 1.0, "growth_low": 1.0, "growth_high": 1.0},
+                {"growth": 1.25, "growth_low": 1.125, "growth_high": 1.375},
+            ),
+            strict=False,
+        )
+    ]
+    own = [row for row in rows if row["text"] == "code"]
+    for name, mine in (("perplexity_by_length", rows), ("perplexity_code", own)):
+        write_result(folder / f"{name}.json", make_result(what="P", rows=mine, command="c"))
+    page = write_page(folder)
+    tags = Tags(page).seen
+    images = [attrs["src"] for tag, attrs in tags if tag == "img"]
+    assert len(images) == 2 and all(src.startswith("data:image/png;base64,") for src in images)
+    assert {tag for tag, _ in tags}.isdisjoint({"script", "link", "iframe", "b>"})
+    text = re.sub(r"\s+", " ", unescape(re.sub(r"<[^>]+>", " ", page)))
+    assert "perplexity_code" not in text
+    for shown, count in {
+        "books & <b>": 1,
+        "tokens of context mine <1> _other $\\foo$ ": 2,
+        "1,024 1,234.50 1,200.25–1,300.75 × 1.250 1.125–1.375 1,234.50": 2,
+        "1–512 1,234.50 1,200.25–1,300.75 1,234.50": 2,
+    }.items():
+        assert text.count(shown) == count, shown
+    write_result(folder / "perplexity_by_length.json", make_result(what="P", rows=own, command="c"))
+    for row in own:
+        row |= {"text": "else", "low": None, "high": None}
+        if row["by"] == "length":
+            row |= {"growth_low": None, "growth_high": None}
+    write_result(folder / "perplexity_else.json", make_result(what="P", rows=own, command="c"))
+    assert "1,234.50<br>× 1.250</span>" in write_page(folder)
+
+
 def test_bad_input(tmp_path, folder):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="folder: expected results"):
