@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from huggingface_hub.utils import are_progress_bars_disabled
+from transformers.utils.logging import enable_progress_bar
 
 from path_attention import __version__, cli
 
@@ -151,3 +153,7 @@ def test_from_texts_to_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert len((out / "log.jsonl").read_text().splitlines()) == 4
     assert run(*words, "--seed", "5") == 2
     assert "seed was 0, is 5" in capsys.readouterr().err
+    assert "| encoding | path (direction_rank 4) |" in (out / "README.md").read_text()
+    enable_progress_bar()
+    assert run("export", str(out), "--out", str(tmp_path / "exported")) == 0
+    assert capsys.readouterr().err == "" and not are_progress_bars_disabled()

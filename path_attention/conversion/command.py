@@ -47,7 +47,9 @@ class Convert:
 
     def run(self) -> None:
         from path_attention.conversion.pipeline import convert
+        from path_attention.models.loading import hide_loading_bars
 
+        hide_loading_bars()
         outcome = convert(self.model, self.recipe, self.out, resume=self.resume)
         if outcome is not None and outcome.signal is not None:
             raise SystemExit(128 + outcome.signal)
@@ -69,7 +71,9 @@ class ConvertFla:
 
     def run(self) -> None:
         from path_attention.conversion.fla import convert_folder
+        from path_attention.models.loading import hide_loading_bars
 
+        hide_loading_bars()
         print(convert_folder(self.model, self.out))
 
 
@@ -91,7 +95,9 @@ class ConvertControl:
     def run(self) -> None:
         from path_attention.conversion.control import control_of, read_conversion
         from path_attention.conversion.pipeline import convert
+        from path_attention.models.loading import hide_loading_bars
 
+        hide_loading_bars()
         source, recipe = read_conversion(self.conversion)
         out = self.out or self.conversion.with_name(f"{self.conversion.name}-control")
         outcome = convert(source, control_of(recipe), out, resume=self.resume)

@@ -34,6 +34,7 @@ from path_attention.evaluation.perplexity_by_length import (
     perplexity_by_length,
 )
 from path_attention.models import model_folder
+from path_attention.models.loading import hide_loading_bars
 from path_attention.results import make_result, read_result, write_figure, write_result
 from path_attention.training.corpus import TokenCorpus
 from path_attention.training.export import export_step
@@ -114,6 +115,7 @@ class ConvertCheckpoints:
 
     def run(self) -> None:
         check_one_process()
+        hide_loading_bars()
         rope = Run.read(self.run_folder, "run_folder")
         scratch = None if self.scratch is None else Run.read(self.scratch, "scratch")
         branches = self.branches(rope, scratch)

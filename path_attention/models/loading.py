@@ -37,6 +37,17 @@ def choose_device(device: str) -> str:
     return device
 
 
+def hide_loading_bars() -> None:
+    """Hide transformers' bars over weights and files that are at hand; downloads keep theirs."""
+    from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
+    from transformers.utils.logging import disable_progress_bar
+
+    hidden = are_progress_bars_disabled()
+    disable_progress_bar()
+    if not hidden:
+        enable_progress_bars()
+
+
 def load_model(path: str | Path, **kwargs: Any) -> PreTrainedModel:
     """Load a causal language model from a run's or a model's folder, in evaluation mode.
 

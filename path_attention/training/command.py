@@ -71,5 +71,8 @@ class ExportCheckpoint:
     """Of the weights written."""
 
     def run(self) -> None:
+        from path_attention.models.loading import hide_loading_bars
+
+        hide_loading_bars()
         step = export_step(self.run_folder, self.step, self.out, self.dtype)
         print(f"{self.out}: step {step}")

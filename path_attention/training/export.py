@@ -24,7 +24,7 @@ from path_attention.training.corpus import TokenCorpus
 from path_attention.training.mixture import CorpusMixture
 from path_attention.training.objective import Objective
 from path_attention.training.processes import Processes
-from path_attention.training.recipe import Recipe
+from path_attention.training.recipe import ModelRecipe, Recipe
 
 if TYPE_CHECKING:
     from path_attention.models import PathAttentionConfig
@@ -203,7 +203,7 @@ def _readme(card: dict[str, Any], recipe: Recipe) -> str:
     )
     rows = {
         "parameters": f"{card['model']['parameters']:,}",
-        "encoding": recipe.model.preset,
+        "encoding": _encoding(recipe.model),
         "context length": f"{recipe.data.context_length} tokens",
         "trained on": f"{card['training']['tokens']:,} tokens, {card['training']['epochs']:.2f} "
         f"epochs of {', '.join(data['recipe']['sources'])}",
@@ -237,6 +237,12 @@ Use it with
     model = AutoModelForCausalLM.from_pretrained(FOLDER)
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 """
+
+
+def _encoding(model: ModelRecipe) -> str:
+    """The preset, and what else than sizes was chosen."""
+    options = ", ".join(f"{name} {value}" for name, value in model.options.items())
+    return f"{model.preset} ({options})" if options else model.preset
 
 
 def _replace(path: Path, text: str) -> None:
