@@ -97,7 +97,8 @@ class AttentionConfig:
         self._check_numbers()
         registries = {"transport": TRANSPORTS, "decay": DECAYS, "normalizer": NORMALIZERS}
         for name, registry in registries.items():
-            check_choice(name, getattr(self, name), registry)
+            hint = "" if name == "normalizer" else " (one of your own: import its module first)"
+            check_choice(name, getattr(self, name), registry, hint)
         for name, registry in registries.items():
             registry[getattr(self, name)].check(self)
 
@@ -162,10 +163,10 @@ class AttentionConfig:
             )
 
 
-def check_choice(name: str, value: object, choices: Collection[str]) -> None:
+def check_choice(name: str, value: object, choices: Collection[str], hint: str = "") -> None:
     """Raise ValueError, naming the field, unless the value is one of these."""
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name}: expected one of {sorted(choices)}, got {value!r}")
+        raise ValueError(f"{name}: expected one of {sorted(choices)}, got {value!r}{hint}")
 
 
 def is_finite(value: object) -> bool:

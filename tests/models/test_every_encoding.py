@@ -199,7 +199,8 @@ def test_alibi_slopes(heads: int) -> None:
         ({"rotation_bound": 0.0}, "rotation_bound: expected a finite number above 0"),
         ({"rotation_seed": -1}, "rotation_seed: expected"),
         ({"householders_per_token": 0}, "householders_per_token: expected an integer"),
-        ({"normalizer": "relu"}, "normalizer: expected one of"),
+        ({"normalizer": "relu"}, r"normalizer: expected one of .*, got 'relu'$"),
+        ({"transport": "mine"}, r"transport: expected one of .*'mine' \(.*import its module first"),
         ({"moves_values": 1}, "moves_values: expected True or False"),
     ],
 )
