@@ -35,7 +35,7 @@ from path_attention.tasks.sweep import Workers, make_jobs, missing, result_path,
 
 @dataclass(frozen=True, kw_only=True)
 class _RunTask:
-    """Options of every `task run`; what is left None is the recipe's (path_attention.recipes)."""
+    """Options of every `task run`."""
 
     encoding: str = "path"
     """A preset of PathAttentionConfig."""
@@ -101,7 +101,10 @@ class _RunTask:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFlipFlop(_RunTask):
-    """Train on flip-flop and count errors in distribution, on sparse and on dense sequences."""
+    """Train on flip-flop and count errors in distribution, on sparse and on dense sequences.
+
+    What is left None is as in path_attention/recipes/tasks.py.
+    """
 
     task: FlipFlop = field(default_factory=FlipFlop)
 
@@ -111,7 +114,10 @@ class RunFlipFlop(_RunTask):
 
 @dataclass(frozen=True, kw_only=True)
 class RunGroupWords(_RunTask):
-    """Train on words in a group and count the words that are right up to each length."""
+    """Train on words in a group and count the words that are right up to each length.
+
+    What is left None is as in path_attention/recipes/tasks.py.
+    """
 
     task: GroupWords = field(default_factory=GroupWords)
 
@@ -121,7 +127,10 @@ class RunGroupWords(_RunTask):
 
 @dataclass(frozen=True, kw_only=True)
 class RunMqrar(_RunTask):
-    """Train on recall of a key's N-th last value."""
+    """Train on recall of a key's N-th last value.
+
+    What is left None is as in path_attention/recipes/tasks.py.
+    """
 
     task: Mqrar = field(default_factory=Mqrar)
 
