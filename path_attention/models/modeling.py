@@ -163,16 +163,33 @@ class PathAttentionModel(PathAttentionPreTrainedModel):
         if split is not None:
             use_cache = _check_split(x, split, attention_mask, packing, past, use_cache)
         past = self._cache(past, use_cache, packing)
+        if output_hidden_states is None:
+            output_hidden_states = bool(self.config.output_hidden_states)
+        layers = self.config.num_hidden_layers
+        seen = None if past is None else layer_caches(past, layers)[0].seen
+        rows = Rows.of(x, attention_mask, packing, seen=seen)
+        told = (past, packing, split, output_hidden_states)
+        cut = x.shape[1] if torch.is_grad_enabled() else rows.cut(x.shape[1])
+        if attention_mask is not None and cut < x.shape[1]:
+            chunk = (input_ids, position_ids)
+            return in_two(self._run, x, chunk, attention_mask, cut, seen or 0, told)
+        return self._run(rows, x, input_ids, position_ids, *told)
+
+    def _run(
+        self,
+        rows: Rows,
+        x: Tensor,
+        input_ids: Tensor | None,
+        position_ids: Tensor | None,
+        past: Cache | None,
+        packing: Packing | None,
+        split: ContextSplit | None,
+        output_hidden_states: bool,
+    ) -> BaseModelOutputWithPast:
+        """`forward` of embeddings x, padded as `rows` say."""
         layers = list(self.layers)[: self.config.num_hidden_layers]  # fewer in a draft's early exit
         caches = [None] * len(layers) if past is None else layer_caches(past, len(layers))
-        seen = None if caches[0] is None else caches[0].seen
-        rows = Rows.of(x, attention_mask, packing, seen=seen)
         if past is not None and rows.end is not None:
-            if rows.end < x.shape[1] and not torch.is_grad_enabled():
-                chunk = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
-                chunk |= {"attention_mask": attention_mask, "position_ids": position_ids}
-                told = {"past_key_values": past, "output_hidden_states": output_hidden_states}
-                return in_two(self.forward, chunk, rows.end, x.shape[1], **told)
             for layer_cache in layer_caches(past, len(layers)):
                 layer_cache.note_moved(x.shape[1])
         if past is not None and past.offloading:
@@ -180,9 +197,6 @@ class PathAttentionModel(PathAttentionPreTrainedModel):
         positions = count_positions(x, packing, caches[0], split)
         if position_ids is not None:
             rows.check_positions(position_ids, positions)
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
-
         x = rows.compact(x)
         token_ids = None if input_ids is None else rows.compact(input_ids)
         of_chunk: dict[str, Any] = {"token_ids": token_ids, "packing": packing, "split": split}

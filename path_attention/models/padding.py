@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from path_attention.nn.cache_units import KEPT
 from path_attention.ops.packing import Packing
 
 
@@ -63,6 +64,14 @@ class Rows:
         end = None if seen is None else int((~real).any(0).nonzero()[-1]) + 1
         return cls(real.gather(1, order), order, end)
 
+    def cut(self, length: int) -> int:
+        """Where a chunk of so many columns is cut: its last `KEPT`, if all padding ends before.
+
+        So a cache can take them back column by column: in a compacted row the last tokens lie
+        before its padding, which would go first.
+        """
+        return length if self.end is None else max(self.end, length - KEPT)
+
     def compact(self, x: Tensor) -> Tensor:
         """x `[B, T]` or `[B, T, C]` with each row's real tokens first, in their order."""
         if self.order is None:
@@ -96,23 +105,24 @@ class Rows:
 
 
 def in_two(
-    forward: Callable[..., Any],
-    chunk: dict[str, Tensor | None],
-    end: int,
-    length: int,
-    **told: Any,
+    run: Callable[..., Any],
+    x: Tensor,
+    others: tuple[Tensor | None, ...],
+    mask: Tensor,
+    cut: int,
+    seen: int,
+    told: tuple[Any, ...],
 ) -> Any:
-    """Outputs of a chunk of `length` columns in two: those up to `end`, with all padding; the rest.
+    """Outputs of a chunk's columns up to `Rows.cut`, and of the rest, as those of one chunk.
 
-    So a cache can take the rest back column by column: in a compacted row the last tokens lie
-    before its padding, which would go first. `chunk` has the inputs `[B, length or more, …]`.
+    run: takes `Rows`, a part of x `[B, T, …]` and of the others `[B or 1, T]`, and `told`.
     """
     parts = []
-    for columns in (slice(0, end), slice(end, length)):
-        given = {
-            name: None if x is None else x[:, -length:][:, columns] for name, x in chunk.items()
-        }
-        parts.append(forward(**given, **told, return_dict=True))
+    for columns in (slice(0, cut), slice(cut, x.shape[1])):
+        given = (None if y is None else y[:, columns] for y in others)
+        real = mask[:, -x.shape[1] :][:, columns]
+        rows = Rows.of(x[:, columns], real, None, seen=seen + columns.start)
+        parts.append(run(rows, x[:, columns], *given, *told))
     first, whole = parts
     whole.last_hidden_state = torch.cat([first.last_hidden_state, whole.last_hidden_state], 1)
     if whole.hidden_states is not None:

@@ -195,6 +195,24 @@ def test_padded_rows_are_taken_back_token_by_token(make_model, preset: str) -> N
     crop_cache(cache, 64)
 
 
+@torch.no_grad()
+def test_only_the_last_columns_are_cached_apart(make_model) -> None:
+    """The others go through the operator at once, however early their padding ends."""
+    model, read = make_model("path_fox"), []
+    model.model.layers[0].register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].shape))
+    ids, mask = padded([torch.randint(1, 64, (n,)) for n in (200, 190)], "left")
+    whole = model(ids, attention_mask=mask, use_cache=False).logits
+    got = model(ids, attention_mask=mask)
+    assert [shape[1] for shape in read] == [200, 136, 64]
+    cache = got[CACHE_NAME]
+    cache.crop(-64)
+    last = model(ids[:, -64:], attention_mask=mask, past_key_values=cache).logits
+    for logits in (got.logits[:, -64:], last):
+        torch.testing.assert_close(logits, whole[:, -64:], rtol=2e-4, atol=2e-4)
+    with pytest.raises(ValueError, match="padding among columns 0 to 136 has moved; got 135"):
+        crop_cache(cache, 135)
+
+
 def test_a_chunk_with_gradients_stays_whole(make_model) -> None:
     model = make_model()
     ids, mask = padded([torch.randint(1, 64, (n,)) for n in (9, 4)], "left")
