@@ -13,7 +13,7 @@ import tyro
 
 from path_attention.results import command_line, read_result, write_result
 
-_PLACE = ("model", "by", "length", "from_position", "to_position")
+_PLACE = ("text", "model", "by", "length", "from_position", "to_position")
 _SHARED = ("training_length", "dtype", "data", "tokens", "windows", "documents")
 
 
@@ -26,14 +26,14 @@ class MergeSeeds:
     """
 
     files: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Results of `path-attention evaluate perplexity`, one a seed."""
+    """Results of `path-attention evaluate perplexity` or `perplexity_by_length`, one a seed."""
     out: Path
     """Where the result goes, without an ending."""
     command: str | None = None
     """Written into the result as the command that made all of it; default: this one."""
 
     def run(self) -> None:
-        from path_attention.evaluation.figure import draw
+        from path_attention.evaluation.figure import by_text, draw
         from path_attention.evaluation.table import print_by_length
 
         command = self.command or command_line(sys.argv)
@@ -41,7 +41,8 @@ class MergeSeeds:
         figure = self.out.with_name(f"{self.out.name}.png")
         write_result(figure.with_suffix(".json"), result)
         draw(result, figure)
-        print_by_length(result["rows"])
+        for rows in by_text(result["rows"]).values():
+            print_by_length(rows)
         print(f"wrote {figure.with_suffix('.json')} and {figure}")
 
 

@@ -94,6 +94,22 @@ def test_the_command_writes_result_and_figure(tmp_path, capsys):
     assert "120.00" in shown and "4.29–11.25" in shown
 
 
+def test_sets_of_texts_stay_apart(tmp_path, capsys):
+    files = []
+    for seed, values in enumerate(PERPLEXITIES):
+        one, other = (one_seed([x * value for value in values])["rows"] for x in (1.0, 7.0))
+        rows = [{"text": text, **r} for text, mine in (("a", one), ("b", other)) for r in mine]
+        files.append(tmp_path / f"{seed}.json")
+        write_result(files[-1], make_result(what="x", rows=rows, command="x"))
+    MergeSeeds(files=tuple(files), out=tmp_path / "all", command="x").run()
+    rows = read_result(tmp_path / "all.json")["rows"]
+    assert len(rows) == 24
+    found = {r["text"]: r["perplexity"] for r in rows if r.get("length") == 1024}
+    assert found == {"a": 120.0, "b": 840.0}
+    shown = capsys.readouterr().out
+    assert "120.00" in shown and "840.00" in shown
+
+
 def test_figure_of_one_document_and_models_of_other_training_lengths(tmp_path):
     result = one_seed(PERPLEXITIES[0], low=None, high=None)
     for row in result["rows"]:
