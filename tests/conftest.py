@@ -7,6 +7,7 @@ imported, whichever test does that first.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -22,6 +23,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not HAS_GPU:
             item.add_marker(skip)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--results", help="write how many cases of each test passed, as a result")
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """With --results, as `results/gpu_tests.json`: which tests ran, and came to what."""
+    path = terminalreporter.config.getoption("results")
+    if path is None:
+        return
+    from path_attention.results import command_line, make_result, write_result
+
+    cases: dict[tuple[str, str], Counter] = {}
+    for kind, name in (
+        ("passed", "passed"),
+        ("failed", "failed"),
+        ("error", "failed"),
+        ("skipped", "skipped"),
+    ):
+        for report in terminalreporter.stats.get(kind, []):
+            file, _, test = report.nodeid.partition("::")
+            cases.setdefault((file, test.partition("[")[0]), Counter())[name] += 1
+    names = ("passed", "failed", "skipped")
+    rows = [
+        {"file": file, "test": test, **{name: found[name] for name in names}}
+        for (file, test), found in sorted(cases.items())
+    ]
+    what = "Cases of each test marked gpu that passed, failed or were skipped"
+    command = command_line(["pytest", *terminalreporter.config.invocation_params.args])
+    device = "cuda" if HAS_GPU else "cpu"
+    write_result(path, make_result(what=what, rows=rows, device=device, command=command))
 
 
 @pytest.fixture(autouse=True)

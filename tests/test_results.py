@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -35,6 +36,22 @@ def test_every_committed_result_has_the_form_and_its_figure():
         assert figure.is_file() or file.name in UNDRAWN, f"{file.name} has no figure"
     strangers = {path for path in folder.rglob("*") if path.is_file()} - expected
     assert not strangers, f"neither a result nor a result's figure: {strangers}"
+
+
+def test_a_run_of_tests_is_written_as_a_result(tmp_path):
+    (tmp_path / "test_three.py").write_text(
+        "import pytest\n\n@pytest.mark.parametrize('n', [1, 2])\ndef test_two(n):\n    pass\n\n"
+        "def test_bad():\n    assert 0\n\n@pytest.mark.gpu\ndef test_gpu():\n    pytest.skip('x')\n"
+    )
+    out = tmp_path / "tests.json"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["-c", str(ROOT / "pyproject.toml"), "--confcutdir", str(ROOT), "-p", "conftest"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)])}
+    subprocess.run([*command, str(tmp_path), "--results", str(out)], env=environment, check=False)
+    result = read_result(out)
+    found = {row["test"]: (row["passed"], row["failed"], row["skipped"]) for row in result["rows"]}
+    assert found == {"test_two": (2, 0, 0), "test_bad": (0, 1, 0), "test_gpu": (0, 0, 1)}
+    assert result["command"].startswith("pytest -q") and "--results" in result["command"]
 
 
 def test_written_is_read(tmp_path):
