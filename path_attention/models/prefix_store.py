@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from path_attention.models.cache import (
     fork_cache,
     layer_caches,
 )
-from path_attention.nn.cache_units import memory
+from path_attention.nn.cache_units import storages
 
 _CHUNK = 2048  # tokens of a prompt that are computed at once
 _PRIME, _MASK = 0x9E3779B97F4A7C15, 2**63 - 1
@@ -35,6 +35,14 @@ class _Entry:
     borders: list[int]  # the lengths that can be had from it
     cache: Cache | None
     layers: list[dict[str, Tensor]] | None
+
+    def tensors(self) -> Iterable[Tensor]:
+        """All that it holds; it stays as it is, others only share it."""
+        if self.cache is not None:
+            for layer in layer_caches(self.cache, len(self.cache.layers)):
+                yield from layer.tensors()
+        for named in self.layers or ():
+            yield from named.values()
 
 
 class PrefixStore:
@@ -61,19 +69,16 @@ class PrefixStore:
         self._unit = 0
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # by the longest key
         self._places: dict[bytes, tuple[bytes, int]] = {}  # border's key → (entry, length)
+        self._users: Counter[int] = Counter()  # address of tensors' memory → entries that hold it
+        self._bytes = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
     @property
     def bytes(self) -> int:
-        """Bytes of all tensors kept, shared ones counted once."""
-        held, copies = [], 0
-        for entry in self._entries.values():
-            if entry.cache is not None:
-                held += layer_caches(entry.cache, len(entry.cache.layers))
-            copies += sum(x.nbytes for layer in entry.layers or () for x in layer.values())
-        return memory(held) + copies
+        """Bytes of all tensors kept, shared ones counted once; counted as they come and go."""
+        return self._bytes
 
     def put(self, ids: Tensor, cache: Cache) -> int:
         """Keep what `cache` holds of token ids `[1, T]`, up to its last border.
@@ -231,10 +236,13 @@ class PrefixStore:
 
     def _add(self, entry: _Entry) -> None:
         name = entry.keys[-1]
-        for old in list(self._entries):
-            if old in entry.keys:
+        for old in entry.keys:
+            if old in self._entries:
                 self._drop(old)
         self._entries[name] = entry
+        for at, size in storages(entry.tensors()).items():
+            self._bytes += size if not self._users[at] else 0
+            self._users[at] += 1
         for key, length in zip(entry.keys, entry.borders, strict=True):
             self._places[key] = (name, length)
         while self.max_bytes is not None and self._entries and self.bytes > self.max_bytes:
@@ -242,6 +250,11 @@ class PrefixStore:
 
     def _drop(self, name: bytes) -> None:
         entry = self._entries.pop(name)
+        for at, size in storages(entry.tensors()).items():
+            self._users[at] -= 1
+            if not self._users[at]:
+                del self._users[at]
+                self._bytes -= size
         for key in entry.keys:
             if self._places[key][0] == name:
                 del self._places[key]

@@ -467,8 +467,13 @@ class SealedUnits:
 
 def memory(caches: Iterable[SealedUnits]) -> int:
     """Bytes that caches hold, what they share counted once."""
-    storages = (x.untyped_storage() for cache in caches for x in cache.tensors())
-    return sum({x.data_ptr(): x.nbytes() for x in storages}.values())
+    return sum(storages(x for cache in caches for x in cache.tensors()).values())
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes of the memory that tensors lie in, by its address."""
+    held = (x.untyped_storage() for x in tensors)
+    return {x.data_ptr(): x.nbytes() for x in held}
 
 
 def _carried(table: Tensor | None, groups: int, start: Tensor, total: Tensor) -> Tensor:

@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from path_attention.models import PRESETS, PrefixStore
+from path_attention.models import PRESETS, PrefixStore, prefix_store
 from path_attention.models.cache import CACHE_NAME, cache_bytes, layer_caches
+from path_attention.nn.cache_units import memory
 
 HOW = {"max_new_tokens": 12, "do_sample": False}
 
@@ -111,6 +112,31 @@ def test_prefixes_share_units_and_the_oldest_go(make_model) -> None:
     assert kept == [True, False, True, False] and small.bytes <= small.max_bytes
     nothing = PrefixStore(model, max_bytes=0)
     assert nothing.put(start, nothing.prefill(start)) == 0 and len(nothing) == 0
+
+
+def test_bytes_are_counted_as_prefixes_come_and_go(make_model, monkeypatch) -> None:
+    """Shared units once; and one more costs as much beside many as beside none."""
+    model = make_model()
+    start, looked = make_ids(300), []
+    rows = [torch.cat([start, make_ids(300, seed=n)], 1) for n in range(12)]
+    store = PrefixStore(model)
+    for row in rows[:6]:
+        store.prefill(row)
+    store.max_bytes = store.bytes
+    for row in rows[6:]:
+        store.prefill(row)
+        entries = [entry.cache for entry in store._entries.values()]
+        held = [x for cache in entries if cache is not None for x in layer_caches(cache, 2)]
+        assert store.bytes == memory(held) <= store.max_bytes
+    assert len(store) > 2
+    counted = prefix_store.storages
+    monkeypatch.setattr(prefix_store, "storages", lambda x: looked.append(1) or counted(x))
+    store.max_bytes = None
+    store.prefill(make_ids(300, seed=99))
+    assert len(looked) == 1
+    store.max_bytes = 0
+    store.prefill(make_ids(300, seed=98))
+    assert store.bytes == len(store) == len(store._users) == 0
 
 
 def test_other_weights_find_nothing(make_model, tmp_path) -> None:
