@@ -367,10 +367,11 @@ class Recipe:
             )
         rows = self.batch_tokens // self.row_tokens
         if rows % groups:
+            whole = "" if self.micro_batch_tokens else "; give micro_batch_tokens"
             shared = f" / {self.context_parallel}" if self.context_parallel > 1 else ""
             raise ValueError(
                 f"batch_tokens: expected a multiple of micro_batch_tokens · processes = "
-                f"{self.row_tokens} · {processes}{shared}, got {self.batch_tokens}"
+                f"{self.row_tokens} · {processes}{shared}, got {self.batch_tokens}{whole}"
             )
         return rows // groups
 

@@ -114,6 +114,8 @@ def test_passes_divide_over_processes(make_recipe) -> None:
     assert [recipe.passes(n) for n in (1, 2, 4)] == [4, 2, 1]
     with pytest.raises(ValueError, match=r"batch_tokens: expected a multiple of .* 32 · 3"):
         recipe.passes(3)
+    with pytest.raises(ValueError, match="128 · 2, got 128; give micro_batch_tokens"):
+        make_recipe(micro_batch_tokens=None).passes(2)
 
 
 def test_the_course_leaves_out_what_changes_no_number(make_recipe) -> None:
