@@ -51,7 +51,8 @@ def check_peft() -> None:
         import peft  # noqa: F401
     except ImportError as error:
         raise ValueError(
-            f"trainable: expected peft to be installed for 'lora' (`pip install peft`), got {error}"
+            "trainable: expected peft to be installed for 'lora' (`pip install '.[convert]'`), "
+            f"got {error}"
         ) from error
 
 
