@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+_SAME = 5.0  # seconds: a scheduler tells each process, and torchrun tells its own once more
 
 
 class Stop:
@@ -17,8 +20,11 @@ class Stop:
 
 @contextmanager
 def stop_signals() -> Iterator[Stop]:
-    """Note SIGINT and SIGTERM instead of dying; after the first, they act as before again."""
-    stop = Stop()
+    """Note SIGINT and SIGTERM instead of dying; five seconds after the first, they act as before.
+
+    What comes sooner is the same wish, told twice.
+    """
+    stop, first = Stop(), 0.0
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
@@ -29,8 +35,12 @@ def stop_signals() -> Iterator[Stop]:
             signal.signal(number, handler)
 
     def note(number: int, _: FrameType | None) -> None:
-        stop.received = number
-        restore()
+        nonlocal first
+        if stop.received is None:
+            stop.received, first = number, time.monotonic()
+        elif time.monotonic() - first > _SAME:
+            restore()
+            signal.raise_signal(number)
 
     for number in before:
         signal.signal(number, note)
