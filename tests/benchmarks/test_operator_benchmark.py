@@ -133,7 +133,7 @@ def test_bad_options(options, message, tmp_path):
         BenchmarkOperator(**{**SMALL, **options}, out=tmp_path / "x").run()
 
 
-def test_peak_counts_what_is_held_at_once():
+def test_peak_counts_what_is_held_at_once(capfd: pytest.CaptureFixture[str]):
     x = torch.ones(1000, requires_grad=True)
 
     def call():
@@ -142,6 +142,7 @@ def test_peak_counts_what_is_held_at_once():
 
     # forward holds y (saved) and the output; backward adds the gradient of x
     assert peak_bytes(Job(call, [x], torch.ones(1000))) == 12000
+    assert "profiler" not in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize("encoding", ["path_fox", "fox"])
