@@ -137,7 +137,9 @@ class Scorer:
         lengths = readable_lengths(corpus, report.lengths, report.targets)
         lengths = [n for n in lengths if self.window is None or n <= self.window]
         if len(lengths) < len(report.lengths):
-            say(f"report: {label} is read at {lengths} tokens: it has no longer windows")
+            left = [n for n in report.lengths if n not in lengths]
+            why = f"fewer than targets = {report.targets}, or more than its documents or models have"
+            say(f"report: {label} is not read at {left} tokens: {why}")
         if not lengths:
             return []
         path = self.out / f"lengths_{number}.json"
