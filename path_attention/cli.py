@@ -10,6 +10,7 @@ import importlib
 import itertools
 import os
 import re
+import select
 import sys
 from collections.abc import Iterable, Sequence
 
@@ -284,15 +285,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run `path-attention` with these words (default: the process's own).
 
     Exits with 2 and one line `error: …` on bad input or a failing file system; set
-    PATH_ATTENTION_TRACEBACK=1 to see where it came from.
+    PATH_ATTENTION_TRACEBACK=1 to see where it came from. Exits with 130 when interrupted, and
+    with 141, silently, when what reads its output has gone, as `head` does.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        _run(words)
+        try:
+            _run(words)
+        except SystemExit:
+            _flush()
+            raise
+        _flush()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
     except _ERRORS as error:
+        if isinstance(error, BrokenPipeError) and _unread():
+            raise SystemExit(141) from None
         if os.environ.get("PATH_ATTENTION_TRACEBACK") == "1":
             raise
         _fail(" ".join(str(error).split()) or type(error).__name__)
@@ -303,6 +312,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         extra = next((extra for extra, names in _EXTRAS.items() if said & {*names.split()}), None)
         hint = f"; `pip install '.[{extra}]'` in a clone brings what the commands need"
         _fail(f"{error}{hint if extra else ''}")
+    finally:
+        _drop_unwritten()
 
 
 def _run(words: list[str]) -> None:
@@ -359,6 +370,25 @@ def _usage(names: Iterable[tuple[str, ...]] = tuple(COMMANDS)) -> str:
     lines = ["usage: path-attention COMMAND [options]   (COMMAND --help shows its options)", ""]
     lines += [f"  {name:{width}}  {line}" for name, line in shown.items()]
     return "\n".join(lines)
+
+
+def _flush() -> None:
+    print(end="", flush=True)  # where standard output is closed there is none, and nothing to do
+
+
+def _unread() -> bool:
+    """Whether standard output is a pipe that nobody reads any more."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    return bool(poll.poll(0))
+
+
+def _drop_unwritten() -> None:
+    """Let go of what cannot be written: the interpreter would fail on it once more as it ends."""
+    try:
+        _flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(line: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -115,6 +116,28 @@ def test_an_interruption_is_one_line(capsys, monkeypatch) -> None:
     monkeypatch.setattr(cli, "_run", interrupt)
     assert run("train") == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_output_that_nobody_reads_is_no_traceback() -> None:
+    """A reader that has gone ends a command silently, a full disk with a line; closed is fine."""
+    reader, gone = os.pipe()
+    os.close(reader)
+    full = os.open("/dev/full", os.O_WRONLY)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+    def started(out: int, *options: str, words: tuple[str, ...] = ("--version",)):
+        command = [sys.executable, *options, "-m", "path_attention.cli", *words]
+        return subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.PIPE, text=True)
+
+    runs = [started(gone, words=("task", "--help")), started(gone, "-u"), started(full)]
+    *ended, (said, code) = [(run.communicate()[1], run.returncode) for run in runs]
+    assert ended == 2 * [("", 141)]
+    assert code == 2 and said.startswith("error: [Errno 28]") and said.count("\n") == 1
+
+
+def test_a_command_without_an_output_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert run("--version") == 0
 
 
 def test_train_without_a_recipe_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
