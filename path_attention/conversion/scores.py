@@ -138,7 +138,7 @@ class Scorer:
         lengths = [n for n in lengths if self.window is None or n <= self.window]
         if len(lengths) < len(report.lengths):
             left = [n for n in report.lengths if n not in lengths]
-            why = f"fewer than targets = {report.targets}, or more than its documents or models have"
+            why = f"below targets = {report.targets}, or more than its documents or models have"
             say(f"report: {label} is not read at {left} tokens: {why}")
         if not lengths:
             return []
