@@ -195,6 +195,16 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
         part.unlink(missing_ok=True)
 
 
+def with_ending(path: str | os.PathLike[str], ending: str) -> Path:
+    """A file that a command's option means by where results go, without an ending.
+
+    What stands behind a dot stays, as in "torch2.13", but for a ".json" or ".png" all the same.
+    """
+    path = Path(path)
+    given = path.suffix in (".json", ".png")
+    return path.with_name((path.stem if given else path.name) + ending)
+
+
 def write_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
     """Save a figure as a PNG, whole or not at all; the folder is made."""
     path = Path(path)

@@ -17,6 +17,7 @@ from path_attention.results import (
     command_line,
     make_result,
     read_result,
+    with_ending,
     write_result,
 )
 
@@ -62,6 +63,14 @@ def test_written_is_read(tmp_path):
     assert result["versions"]["python"] == sys.version.split()[0]
     assert result["versions"]["torch"]
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["x.json"]
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [("a", "a"), ("torch2.13", "torch2.13"), ("a.json", "a"), ("a.png", "a"), ("a.json.b", None)],
+)
+def test_a_dot_in_the_name_of_a_result_stays(given, name):
+    assert with_ending(Path("x.y", given), ".png") == Path("x.y", f"{name or given}.png")
 
 
 def test_a_row_is_a_line(tmp_path):

@@ -35,7 +35,7 @@ from path_attention.analysis.routes import Routes
 from path_attention.analysis.summary import Row, mean_rows, summary
 from path_attention.analysis.theory import cap_tail, householder_gap, uniform_angle_gap
 from path_attention.models.loading import choose_device
-from path_attention.results import make_result, write_figure, write_result
+from path_attention.results import make_result, with_ending, write_figure, write_result
 
 _SEGMENT = 64  # of walks: short ones show the tails at many places
 
@@ -85,8 +85,8 @@ class Simulate:
             rows=rows,
             device=device,
         )
-        write_result(self.out.with_suffix(".json"), result)
-        draw(result, self.out.with_suffix(".png"))
+        write_result(with_ending(self.out, ".json"), result)
+        draw(result, with_ending(self.out, ".png"))
 
     def measure(self, device: torch.device, report: Callable[[str], None]) -> list[Row]:
         """The rows of the result. Raises ValueError on bad options."""

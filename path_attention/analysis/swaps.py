@@ -16,7 +16,7 @@ from path_attention.analysis.construction import (
     swap_tracker,
 )
 from path_attention.models.loading import choose_device
-from path_attention.results import make_result, write_figure, write_result
+from path_attention.results import make_result, with_ending, write_figure, write_result
 
 _PARTS = 20
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -55,8 +55,8 @@ class AnalyzeSwaps:
             rows=rows,
             device=device,
         )
-        write_result(self.out.with_suffix(".json"), result)
-        draw(result, self.out.with_suffix(".png"))
+        write_result(with_ending(self.out, ".json"), result)
+        draw(result, with_ending(self.out, ".png"))
 
     def measure(self, device: torch.device, report: Callable[[str], None]) -> list[dict[str, Any]]:
         """The rows of the result. Raises ValueError on bad options."""

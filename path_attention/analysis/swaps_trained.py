@@ -21,7 +21,7 @@ from path_attention.analysis.construction import (
 )
 from path_attention.analysis.swaps_task import TrackedSwaps
 from path_attention.models.loading import choose_device
-from path_attention.results import make_result, write_figure, write_result
+from path_attention.results import make_result, with_ending, write_figure, write_result
 from path_attention.tasks.engine import Engine
 from path_attention.tasks.measure import Counts, measure
 from path_attention.tasks.recipe import Options, TaskRecipe
@@ -75,8 +75,8 @@ class AnalyzeSwapsTrained:
             rows=rows,
             device=device,
         )
-        write_result(self.out.with_suffix(".json"), result)
-        draw(result, self.out.with_suffix(".png"))
+        write_result(with_ending(self.out, ".json"), result)
+        draw(result, with_ending(self.out, ".png"))
 
     def measure(self, device: torch.device, say: Callable[[str], None]) -> list[dict[str, Any]]:
         """The rows of the result. Raises ValueError on bad options."""

@@ -27,7 +27,7 @@ from path_attention.benchmarks.measure import (
     summarise,
     time_interleaved,
 )
-from path_attention.results import command_line, make_result, write_result
+from path_attention.results import command_line, make_result, with_ending, write_result
 
 Report = Callable[[str], None]
 Choice = tuple[Candidate, str]  # with one of its encodings
@@ -189,8 +189,8 @@ def publish(
             result["versions"][peer] = importlib.metadata.version(peer)
         except importlib.metadata.PackageNotFoundError:
             continue
-    write_result(options.out.with_suffix(".json"), result)
-    draw(result, options.out.with_suffix(".png"))
+    write_result(with_ending(options.out, ".json"), result)
+    draw(result, with_ending(options.out, ".png"))
     return result
 
 
@@ -217,7 +217,10 @@ def _fits(job: Job) -> bool:
 
 
 def pick_device(name: str) -> torch.device:
-    """cpu, cuda, cuda:1 …, or auto. ValueError on one that is not here."""
+    """cpu, cuda, cuda:1 …, or auto. ValueError on one that is not here.
+
+    A GPU is made the current one: streams and events that name none are then its own.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -228,6 +231,11 @@ def pick_device(name: str) -> torch.device:
         raise ValueError(f"device: expected cpu, cuda or auto, got {name!r}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("device: expected one that is here, got cuda and no GPU")
+    if device.index is not None and device.type == "cuda":
+        count = torch.cuda.device_count()
+        if device.index >= count:
+            raise ValueError(f"device: expected one of {count} that are here, got {name!r}")
+        torch.cuda.set_device(device)
     return device
 
 

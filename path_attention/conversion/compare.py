@@ -16,6 +16,7 @@ from path_attention.results import (
     make_result,
     plain_label,
     read_result,
+    with_ending,
     write_figure,
     write_result,
 )
@@ -65,9 +66,9 @@ class CompareConversions:
             rows=rows,
         )
         result["device"] = device
-        write_result(self.out.with_suffix(".json"), result)
-        draw(result, self.out.with_suffix(".png"))
-        print(self.out.with_suffix(".json"))
+        write_result(with_ending(self.out, ".json"), result)
+        draw(result, with_ending(self.out, ".png"))
+        print(with_ending(self.out, ".json"))
 
 
 def curves(folder: Path, label: str, points: int) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from path_attention.results import (
     command_line,
     plain_label,
     read_result,
+    with_ending,
     write_figure,
     write_result,
 )
@@ -62,10 +63,10 @@ class ReportModels:
             "nats a token, speed, memory), and losses by tokens of training, means of stretches",
             "rows": loss_rows(runs),
         }
-        write_result(self.to.with_suffix(".json"), result)
-        draw(result["rows"], self.to.with_suffix(".png"))
+        write_result(with_ending(self.to, ".json"), result)
+        draw(result["rows"], with_ending(self.to, ".png"))
         for part, merged in by_part.items():
-            path = self.to.with_name(f"{self.to.name}_{part}.json")
+            path = with_ending(self.to, f"_{part}.json")
             write_result(path, merged)
             draw_by_length(merged, path.with_suffix(".png"))
         print(table(result["rows"], by_part))

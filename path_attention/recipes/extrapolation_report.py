@@ -17,6 +17,7 @@ from path_attention.results import (
     command_line,
     plain_label,
     read_result,
+    with_ending,
     write_figure,
     write_result,
 )
@@ -66,8 +67,8 @@ class ReportExtrapolation:
             "command": command,
             "rows": rows,
         }
-        write_result(self.to.with_suffix(".json"), result)
-        draw(rows, self.to.with_suffix(".png"))
+        write_result(with_ending(self.to, ".json"), result)
+        draw(rows, with_ending(self.to, ".png"))
         print(table(rows))
 
     def found_routes(self) -> list[Row]:

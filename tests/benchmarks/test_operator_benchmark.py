@@ -10,6 +10,7 @@ import torch
 
 from path_attention.benchmarks import candidates as module
 from path_attention.benchmarks.candidates import Candidate, candidates
+from path_attention.benchmarks.comparison import pick_device
 from path_attention.benchmarks.inputs import make_inputs
 from path_attention.benchmarks.measure import Job, peak_bytes, summarise, time_interleaved
 from path_attention.benchmarks.operator import BenchmarkOperator
@@ -57,8 +58,8 @@ def test_memory_alone_at_further_lengths(tmp_path):
 
 def test_a_batch_at_every_length(tmp_path):
     options = {**SMALL, "batch": 3, "encodings": "fox"}
-    BenchmarkOperator(**options, out=tmp_path / "x").run()
-    result = read_result(tmp_path / "x.json")
+    BenchmarkOperator(**options, out=tmp_path / "torch2.13").run()
+    result = read_result(tmp_path / "torch2.13.json")
     assert {(row["tokens"], row["batch"]) for row in result["rows"]} == {(40, 3), (70, 3)}
     assert result["command"] == (
         "path-attention benchmark operator --tokens 40,70 --batch 3 --heads 2 --size 8 "
@@ -131,6 +132,17 @@ def test_a_wrong_operator_is_not_measured(factor, tmp_path, monkeypatch):
 def test_bad_options(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         BenchmarkOperator(**{**SMALL, **options}, out=tmp_path / "x").run()
+
+
+def test_a_gpu_that_is_asked_for_is_the_current_one(monkeypatch):
+    """Else streams and events, which name none, are the first one's."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert pick_device("cuda:1") == torch.device("cuda", 1) == chosen[0]
+    with pytest.raises(ValueError, match="device: expected one of 2 that are here, got 'cuda:2'"):
+        pick_device("cuda:2")
 
 
 def test_peak_counts_what_is_held_at_once(capfd: pytest.CaptureFixture[str]):
