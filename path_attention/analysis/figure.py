@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from path_attention.results import png, write_figure
+from path_attention.results import plain_label, png, write_figure
 
 Row = Mapping[str, Any]
 # Okabe and Ito's colours, apart for colour-blind readers; line styles tell them apart too.
@@ -30,7 +30,7 @@ def draw_models(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
     for line, model in zip(panels, models, strict=True):
         mine = [row for row in rows if row["model"] == model]
         draw_panels(line, mine)
-        line[0].set_ylabel(f"{model}\n\n{line[0].get_ylabel()}")
+        line[0].set_ylabel(f"{plain_label(model)}\n\n{line[0].get_ylabel()}")
     figure.suptitle(
         f"Routes of attention (medians over heads, shaded from 10 % to 90 %; far: "
         f"{rows[0]['near']:,} tokens or more before the query)",

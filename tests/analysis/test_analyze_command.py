@@ -174,3 +174,10 @@ def test_simulations_follow_their_laws(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             replace(simulate, **change).run()
+
+
+def test_a_models_name_is_no_formula(done: AnalyzeModel, tmp_path: Path) -> None:
+    rows = read_result(done.out.with_suffix(".json"))["rows"]
+    mine = [{**row, "model": "a$b_{$c"} for row in rows if row["model"] == "rope"]
+    figure.draw_models(mine, tmp_path / "x.png")
+    assert (tmp_path / "x.png").is_file()
