@@ -84,7 +84,7 @@ def draw_bars(panels: Sequence[Panel], title: str, path: str | os.PathLike[str])
     for panel, axes in zip(panels, all_axes, strict=True):
         categories = list(dict.fromkeys(category for _, category in panel.bars))
         own = list(dict.fromkeys(name for name, _ in panel.bars))
-        width = 0.8 / len(own)
+        width = 0.8 / max(len(own), 1)
         for n, name in enumerate(own):
             colour = _COLOURS[series.index(name) % len(_COLOURS)]
             values = [panel.bars.get((name, category)) for category in categories]

@@ -222,10 +222,11 @@ def _draw(result: Mapping[str, Any], path: Any) -> None:
     def place(row: Mapping[str, Any]) -> str:
         return f"{row['batch']} × {row['context']:,}"
 
+    anchor = next((row["preset"] for row in rows if row["ratio"] == 1), "nothing that fits")
     bars = {(row["preset"], place(row)): row["ratio"] for row in rows}
     speeds = {(row["preset"], place(row)): row["tokens_per_second"] for row in rows}
     panels = [
-        Panel("tokens a second", f"1: {rows[0]['preset']}", bars),
+        Panel("tokens a second", f"1: {anchor}", bars),
         Panel("tokens a second", "all rows together", speeds, logarithmic=True),
     ]
     draw_bars(panels, f"{result['device']}: generation, bfloat16, CUDA graphs", path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +84,7 @@ class BenchmarkStickBreaking:
         """The rows of the result. Raises ValueError on bad options or a wrong operator."""
         at_least(self, batch_tokens=1, heads=1, size=2, repeats=1, threads=0)
         dtype = pick_dtype(self.dtype, device)
-        means = [float(word) for word in self.mean_logits.split(",")]
+        means = _means(self.mean_logits)
         errors = {mean: self._check(mean, dtype, device) for mean in means}
         report("the operator agrees with its definition")
         rows = []
@@ -125,6 +126,19 @@ class BenchmarkStickBreaking:
         q, k, v = (torch.randn(*shape, generator=rng, device=device).to(dtype) for _ in range(3))
         q[..., 0], k[..., 0] = 1, mean * self.size**0.5
         return [x.requires_grad_() for x in (q, k, v)]
+
+
+def _means(text: str) -> list[float]:
+    """Different numbers with commas between."""
+    try:
+        found = [float(word) for word in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or len(set(found)) < len(found) or not all(map(math.isfinite, found)):
+        raise ValueError(
+            f"mean_logits: expected different numbers with commas between, got {text!r}"
+        )
+    return found
 
 
 def _ours(x: list[Tensor], implementation: str | None = None) -> Job:

@@ -25,7 +25,9 @@ def test_figures(tmp_path):
     decode._draw({"device": "x", "rows": rows}, tmp_path / "a.png")
     row = {"preset": "path", "batch": 1, "context": 300, "ratio": 0.9, "tokens_per_second": 9.0}
     generation._draw({"device": "x", "rows": [row]}, tmp_path / "b.png")
-    for name in "ab":
+    forked = [{**row, "ratio": None, "tokens_per_second": None}]  # no cache fitted
+    generation._draw({"device": "x", "rows": forked}, tmp_path / "c.png")
+    for name in "abc":
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 

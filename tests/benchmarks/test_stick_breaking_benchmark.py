@@ -42,3 +42,10 @@ def test_a_wrong_operator_is_not_measured(monkeypatch):
     monkeypatch.setattr(module, "stick_breaking_attention", rounded)
     with pytest.raises(ValueError, match="stick_breaking: expected a relative error of at most"):
         BenchmarkStickBreaking(**SMALL).measure(torch.device("cpu"), lambda line: None)
+
+
+@pytest.mark.parametrize("means", ["", "0,x", "nan", "0,-8,0"])
+def test_bad_means_are_refused_by_name(means):
+    options = BenchmarkStickBreaking(**SMALL, mean_logits=means)
+    with pytest.raises(ValueError, match="mean_logits: expected different numbers"):
+        options.measure(torch.device("cpu"), lambda line: None)
