@@ -63,7 +63,7 @@ def test_a_batch_at_every_length(tmp_path):
     assert {(row["tokens"], row["batch"]) for row in result["rows"]} == {(40, 3), (70, 3)}
     assert result["command"] == (
         "path-attention benchmark operator --tokens 40,70 --batch 3 --heads 2 --size 8 "
-        "--encodings fox --device cpu --repeats 2 --out x"
+        "--encodings fox --device cpu --repeats 2 --out torch2.13"
     )
 
 
