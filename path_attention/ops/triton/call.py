@@ -59,9 +59,15 @@ class Call(NamedTuple):
 
 
 def token_rows(x: Tensor) -> Tensor:
-    """[B, T, ...] → [B·T, ...] with a contiguous last dimension; a view where there is one."""
-    if x.dim() == 4 and x.stride(3) != 1 and x.shape[3] > 1:
-        x = x.contiguous()
+    """[B, T, ...] → [B·T, ...] with a contiguous last dimension; a view where there is one.
+
+    A copy, too, where heads lie too far apart for the 32 bits by which kernels reach them: one
+    behind the other, each with all of its tokens, and many of both.
+    """
+    if x.dim() == 4:
+        strided = x.stride(3) != 1 and x.shape[3] > 1
+        if strided or (x.shape[2] - 1) * x.stride(2) >= 2**31:
+            x = x.contiguous()
     return x.flatten(0, 1)
 
 

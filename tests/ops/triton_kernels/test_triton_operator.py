@@ -54,6 +54,15 @@ def test_heads_in_parts_are_heads_together(encoding, monkeypatch):
         assert torch.equal(value, together[name]), name
 
 
+def test_heads_that_32_bits_do_not_reach_are_copied():
+    """Kernels add a head's number times its stride: of 2²⁰ tokens that lie head by head, 2²⁶."""
+    from path_attention.ops.triton.call import token_rows
+
+    x = torch.empty(1, 40, 2**20, 64, device="meta").transpose(1, 2)
+    assert token_rows(x).stride() == (40 * 64, 64, 1)
+    assert token_rows(x[:, :, :32]).stride() == (64, 2**26, 1)
+
+
 @pytest.mark.parametrize(("B", "T"), [(2, 0), (0, 5)])
 def test_nothing_gives_nothing(B, T):
     result = run(encoded("path_fox", T, B=B, heads=(4, 2), size=(8, 3)), "triton")
