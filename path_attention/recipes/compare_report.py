@@ -93,6 +93,8 @@ def find_runs(folder: Path) -> list[Run]:
     found = []
     for card in folder.glob("*_seed*/card.json"):
         model, _, seed = card.parent.name.rpartition("_seed")
+        if not seed.isdecimal():
+            raise ValueError(f"out: expected folders named MODEL_seedN, got {card.parent}")
         found.append(Run(model, int(seed), card.parent))
     if not found:
         raise ValueError(f"out: expected finished runs in {folder}, found none")
@@ -112,7 +114,8 @@ def merge_part(runs: Sequence[Run], part: str, command: str) -> dict[str, Any]:
             tables.setdefault(run.seed, {})[run.model] = read_result(path)
     shared = [name for name in tables[min(tables)] if all(name in t for t in tables.values())]
     if not shared:
-        raise ValueError(f"out: expected a model with {part}.json of every seed, got {tables}")
+        got = {seed: list(models) for seed, models in sorted(tables.items())}
+        raise ValueError(f"out: expected a model with {part}.json of every seed, got {got}")
     commits = {results[name]["commit"] for results in tables.values() for name in shared}
     commit = commits.pop() if len(commits) == 1 else None
     seeds = []

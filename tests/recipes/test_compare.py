@@ -20,7 +20,7 @@ from path_attention.recipes import compare_command
 from path_attention.recipes.compare_command import CompareModels
 from path_attention.recipes.compare_report import ReportModels
 from path_attention.recipes.language_models import COMPARED, Budget, compared_model, milestones
-from path_attention.results import read_result
+from path_attention.results import make_result, read_result, write_result, write_whole
 from path_attention.training.corpus import build_corpus
 from path_attention.training.log import read_log
 
@@ -136,6 +136,21 @@ def test_the_report_is_over_seeds(done: CompareModels, tmp_path: Path, capsys) -
     assert "| path | 1 |" in capsys.readouterr().out
     with pytest.raises(ValueError, match="expected finished runs"):
         ReportModels(out=tmp_path, to=tmp_path / "x").run()
+
+
+def test_a_report_says_in_a_line_what_it_cannot_merge(tmp_path: Path) -> None:
+    """Which models each seed has, not all that was measured of them; which folder is no run."""
+    row = {"by": "length", "model": "a", "length": 32, "perplexity": 2.0}
+    for run in ("path_seed0", "rope_seed1"):
+        write_whole(tmp_path / run / "card.json", "{}")
+        result = make_result(what="perplexity", rows=[row], command="compare")
+        write_result(tmp_path / run / "code.json", result)
+    options = ReportModels(out=tmp_path, to=tmp_path / "x")
+    with pytest.raises(ValueError, match=r"of every seed, got \{0: \['path'\], 1: \['rope'\]\}$"):
+        options.run()
+    write_whole(tmp_path / "path_seed0.bak" / "card.json", "{}")
+    with pytest.raises(ValueError, match="out: expected folders named MODEL_seedN, got .*bak$"):
+        options.run()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
