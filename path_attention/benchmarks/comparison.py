@@ -273,8 +273,8 @@ def numbers(name: str, text: str) -> list[int]:
 
 
 def words(name: str, text: str, known: Sequence[str]) -> list[str]:
-    """Words with commas between, each of them known."""
-    found = [word.strip() for word in text.split(",")]
+    """Words with commas between, each of them known; what comes twice counts once."""
+    found = list(dict.fromkeys(word.strip() for word in text.split(",")))
     for word in found:
         if word not in known:
             raise ValueError(f"{name}: expected some of {', '.join(known)}, got {word!r}")

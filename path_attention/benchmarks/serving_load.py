@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import random
+import resource
 import threading
 import time
 from collections import Counter
@@ -326,7 +327,7 @@ def _memory(device: torch.device) -> int | None:
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     try:
-        return 4096 * int(Path("/proc/self/statm").read_text().split()[1])
+        return resource.getpagesize() * int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
         return None
 

@@ -27,7 +27,7 @@ def test_writes_rows_figure_and_table(tmp_path, capsys):
 
 
 def test_rope_is_measured_beside_those_asked_for(tmp_path):
-    run = BenchmarkEncodings(**SMALL, encodings="fox,path", out=tmp_path / "x")
+    run = BenchmarkEncodings(**SMALL, encodings="fox,path,fox", out=tmp_path / "x")
     rows = run.measure(torch.device("cpu"), lambda line: None)
     assert [row["encoding"] for row in rows] == ["rope", "fox", "path"]
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import resource
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from path_attention.benchmarks import serving
+from path_attention.benchmarks import serving, serving_load
 from path_attention.benchmarks.serving import BenchmarkServing
 from path_attention.benchmarks.serving_load import (
     BenchmarkServingLoad,
@@ -60,6 +63,16 @@ def test_a_short_load(tmp_path, capsys) -> None:
     assert row["equal"] > 0 and row["lost"] == row["different"] == 0 and row["largest_gap"] is None
     assert row["cache_bytes_after"] == row["running_answers_after"] == 0
     assert (tmp_path / "load.png").stat().st_size > 0
+
+
+def test_memory_is_counted_in_pages_of_this_machine(monkeypatch) -> None:
+    """They are 16 or 64 KiB on some."""
+    before = serving_load._memory(CPU)
+    monkeypatch.setattr(resource, "getpagesize", lambda: 2**16)
+    assert serving_load._memory(CPU) > 8 * before
+    monkeypatch.undo()
+    told = re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert told and abs(before / 1024 / int(told[1]) - 1) < 0.5
 
 
 @pytest.mark.parametrize("ids", [[5], [5, 6, 7, 8]])
