@@ -59,16 +59,19 @@ class Call(NamedTuple):
 
 
 def token_rows(x: Tensor) -> Tensor:
-    """[B, T, ...] → [B·T, ...] with a contiguous last dimension; a view where there is one.
+    """[B, T, ...] → [B·T, ...] with a contiguous last dimension; a view where there is one."""
+    return (within_reach(x) if x.dim() == 4 else x).flatten(0, 1)
 
-    A copy, too, where heads lie too far apart for the 32 bits by which kernels reach them: one
-    behind the other, each with all of its tokens, and many of both.
+
+def within_reach(x: Tensor) -> Tensor:
+    """x `[B, T, heads, D]` with a contiguous last dimension, and heads that kernels reach.
+
+    They do by 32 bits: too few for many heads that lie one behind the other, each with all of its
+    many tokens. A copy then; x itself where it can be.
     """
-    if x.dim() == 4:
-        strided = x.stride(3) != 1 and x.shape[3] > 1
-        if strided or (x.shape[2] - 1) * x.stride(2) >= 2**31:
-            x = x.contiguous()
-    return x.flatten(0, 1)
+    strided = x.stride(3) != 1 and x.shape[3] > 1
+    far = (x.shape[2] - 1) * x.stride(2) >= 2**31
+    return x.contiguous() if strided or far else x
 
 
 def operand_of(q: Tensor, w: Tensor | None) -> torch.dtype:

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from path_attention.ops.packing import Packing
+from path_attention.ops.triton.call import within_reach
 
 _COUNTS = ["T", "steps", "walks"]
 _TILE = 512  # channels of a program, 4 a thread: float32 then moves by 16 bytes without a shuffle
@@ -300,7 +301,7 @@ def _backward(
     dx, dweight, dstate = grads
     if x.numel() == 0:
         return dx, dweight.zero_(), dstate.zero_()
-    x, grad_out = _with_unit_stride(x), _with_unit_stride(grad_out)
+    x, grad_out = _with_unit_stride(x), within_reach(grad_out)
     state = None if state is None else _with_unit_stride(state)
     launch = _launch(x, weight, state, positions, heads)
     partial = dx
