@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,13 +30,22 @@ def locked(lock: Path) -> Iterator[None]:
 
 
 @contextmanager
-def lock_if_free(lock: Path) -> Iterator[bool]:
-    """Whether the file's lock was free; then it is held inside. Its folder is made."""
+def lock_if_free(lock: Path, patience: float = 0.0) -> Iterator[bool]:
+    """Whether the file's lock was free, or became so within some seconds; then it is held inside.
+
+    Its folder is made. (Of a process that was killed, children may hold on for a moment.)
+    """
     lock.parent.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + patience
     with open(lock, "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() < deadline:
+                    time.sleep(0.1)
+                    continue
+                yield False
+            else:
+                yield True
+            return

@@ -8,6 +8,7 @@ import json
 import math
 import signal
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -24,6 +25,7 @@ from path_attention.training.corpus import TokenCorpus, build, summary
 from path_attention.training.export import MODEL_CONFIG, export_model, write_card
 from path_attention.training.flops import peak_flops
 from path_attention.training.guard import Guard
+from path_attention.training.lock import lock_if_free
 from path_attention.training.log import RunLog, read_log
 from path_attention.training.mixture import CorpusMixture, pack_rows
 from path_attention.training.model import build_model, start_config, start_digest
@@ -78,17 +80,20 @@ def train(
         objective: what to minimise; None for next-token cross-entropy on all parameters.
 
     Raises:
-        ValueError: a contradiction in the recipe or with what `out` holds; no usable corpus.
+        ValueError: a contradiction in the recipe or with what `out` holds; another run in `out`;
+            no usable corpus.
         OSError: the disk is full or can't be read; checkpoints already written are kept.
         FloatingPointError: a bad step (`GuardRecipe`); names it and its documents.
     """
     out = Path(out)
-    with start_processes(recipe.device) as processes:
+    with ExitStack() as held, start_processes(recipe.device) as processes:
         recipe.passes(processes.count)
         processes = share_context(processes, recipe.context_parallel)
         with processes.first_does():
             _check_resume(out, resume)
             corpus = open_corpus(recipe.data, recipe.log.progress and processes.first)
+            if processes.first and not held.enter_context(lock_if_free(out / "train.lock", 5.0)):
+                raise ValueError(f"out: expected a folder in which no run trains, {out} has one")
         return _Run(recipe, out, corpus, processes, objective).go()
 
 

@@ -6,7 +6,8 @@ import dataclasses
 import json
 import math
 import shutil
-from concurrent.futures import Future
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from path_attention.models import PathAttentionForCausalLM
 from path_attention.ops.packing import Packing
 from path_attention.training import loop
 from path_attention.training.export import export_step
+from path_attention.training.lock import lock_if_free
 from path_attention.training.log import RunLog, read_log
 from path_attention.training.processes import Processes, choose_precision, spread
 from path_attention.training.recipe import (
@@ -306,6 +308,29 @@ def test_a_damaged_checkpoint_is_not_exported(straight: Path, tmp_path: Path, na
     with pytest.raises(ValueError, match=r"^step: .*step-00000006 is damaged \("):
         export_step(out, None, tmp_path / "out")
     assert export_step(out, 3, tmp_path / "out") == 3
+
+
+def test_two_runs_do_not_share_a_folder(make_recipe, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(loop, "lock_if_free", lambda lock, patience: lock_if_free(lock))
+    with lock_if_free(tmp_path / "train.lock") as mine:
+        assert mine
+        with pytest.raises(ValueError, match="out: expected a folder in which no run trains"):
+            loop.train(make_recipe(), tmp_path)
+    assert loop.train(make_recipe(), tmp_path).step == make_recipe().steps
+
+
+def test_a_lock_may_be_waited_for(tmp_path: Path) -> None:
+    def ask(patience: float) -> bool:
+        with lock_if_free(tmp_path / "x", patience) as free:
+            return free
+
+    with ThreadPoolExecutor(1) as pool:
+        with lock_if_free(tmp_path / "x") as mine:
+            assert mine and not pool.submit(ask, 0.2).result()
+            later = pool.submit(ask, 60.0)
+            time.sleep(0.3)
+            assert not later.done()
+        assert later.result()
 
 
 def test_a_changed_recipe_is_refused(straight: Path, make_recipe, tmp_path: Path) -> None:
