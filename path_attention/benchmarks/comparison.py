@@ -258,10 +258,13 @@ def set_threads(threads: int) -> None:
 
 
 def at_least(options: Any, **lowest: float) -> None:
-    """Raise ValueError if one of the options is below its least value."""
+    """Raise ValueError if one of the options is below its least value, or not finite."""
     for name, least in lowest.items():
-        if getattr(options, name) < least:
-            raise ValueError(f"{name}: expected at least {least}, got {getattr(options, name)}")
+        value = getattr(options, name)
+        if not math.isfinite(value):
+            raise ValueError(f"{name}: expected a finite number, got {value}")
+        if value < least:
+            raise ValueError(f"{name}: expected at least {least}, got {value}")
 
 
 def numbers(name: str, text: str) -> list[int]:

@@ -152,7 +152,8 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     rows = result["rows"]
     phases = ("forward", "backward", "both")
     times = {(phase, r["encoding"]): r[f"{phase}_ratio"] for r in rows for phase in phases}
-    memory = {("memory", r["encoding"]): r["peak_mib"] / rows[0]["peak_mib"] for r in rows}
+    least = rows[0]["peak_mib"]  # 0 where it is rounded away
+    memory = {("memory", r["encoding"]): r["peak_mib"] / least if least else None for r in rows}
     row = rows[0]
     title = (
         f"{result['device']}: attention layer of width {row['hidden_size']}, {row['heads']} heads, "

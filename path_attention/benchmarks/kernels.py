@@ -67,6 +67,10 @@ class BenchmarkKernels:
         loops = words("loops", self.loops, ("portable", "hopper"))
         if "hopper" in loops and self.capability != 90:
             loops = [name for name in loops if name != "hopper"]
+        if not loops:
+            raise ValueError(
+                f"loops: expected portable with capability {self.capability}, got {self.loops!r}"
+            )
         sizes = [int(size) for size in words("sizes", self.sizes, ("64", "128", "256"))]
         for size in sizes:
             for encoding in encodings:

@@ -171,7 +171,8 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
         if row["candidate"] != "flash":
             name, T = f"mean logit {row['mean_logit']:g}", row["tokens"]
             time[name, f"{T:,} tokens"] = row["both_ratio"]
-            memory[name, f"{T:,} tokens"] = row["peak_mib"] / flash[T]["peak_mib"]
+            least = flash[T]["peak_mib"]  # 0 where it is rounded away
+            memory[name, f"{T:,} tokens"] = row["peak_mib"] / least if least else None
     title = f"{result['device']}: stick-breaking attention, {rows[0]['heads']} heads of "
     title += f"{rows[0]['size']}, {rows[0]['dtype']}"
     panels = [

@@ -32,6 +32,13 @@ def test_rope_is_measured_beside_those_asked_for(tmp_path):
     assert [row["encoding"] for row in rows] == ["rope", "fox", "path"]
 
 
+def test_memory_that_is_rounded_away_is_no_division_by_it(tmp_path):
+    sizes = {"tokens": 1, "hidden_size": 8}
+    BenchmarkEncodings(**{**SMALL, **sizes}, encodings="nope", out=tmp_path / "x").run()
+    assert read_result(tmp_path / "x.json")["rows"][0]["peak_mib"] == 0
+    assert (tmp_path / "x.png").is_file()
+
+
 def test_a_wrong_layer_is_not_measured(tmp_path, monkeypatch):
     """Its output is rounded to bfloat16 where float32 is asked for."""
     right = module._job

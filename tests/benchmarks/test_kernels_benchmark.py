@@ -48,6 +48,7 @@ def test_the_table_has_every_kernel(tmp_path):
             "capability: expected one of 80, 86, 89, 90, 100, 120, got 75",
         ),
         (["--sizes", "65"], {}, "sizes: expected"),
+        (["--capability", "80", "--loops", "hopper"], {}, "loops: expected portable with"),
         ([], {"TRITON_INTERPRET": "1"}, "TRITON_INTERPRET: expected not to be set"),
     ],
 )

@@ -48,6 +48,8 @@ def test_writes_rows_figure_and_table(tmp_path, capsys):
     [
         ({"mean": 0.5}, "mean: expected at least 1, got 0.5"),
         ({"sigma": -1.0}, "sigma: expected at least 0, got -1.0"),
+        ({"sigma": float("nan")}, "sigma: expected a finite number, got nan"),
+        ({"mean": float("inf")}, "mean: expected a finite number, got inf"),
         ({"shapes": "2"}, "shapes: expected heads x size, like 32x64, got '2'"),
         ({"candidates": "flash_varlen"}, "candidates: expected some of sdpa, blockwise"),
     ],
