@@ -59,16 +59,20 @@ class Engine:
             self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
             self._thread.start()
 
-    def stop(self, seconds: float = 30.0) -> None:
+    def close(self, seconds: float = 30.0) -> None:
         """Refuse what waits, finish what runs, and cancel what has not ended after so many."""
-        thread = self._thread
-        if thread is None:
-            return
         with self._changed:
             self._stopping = True
             for ticket in self.running:
                 ticket.deadline = min(ticket.deadline, time.monotonic() + seconds)
             self._changed.notify()
+
+    def stop(self, seconds: float = 30.0) -> None:
+        """`close`, and wait for the end."""
+        thread = self._thread
+        if thread is None:
+            return
+        self.close(seconds)
         thread.join()
         self._thread = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import socket
 import sys
 from dataclasses import replace
 from http import HTTPStatus
@@ -19,6 +20,8 @@ from path_attention.serving.guards import error_response, number_response
 from path_attention.serving.metrics import Metrics
 from path_attention.serving.request import Refused
 from path_attention.serving.settings import Settings
+
+_LAST = 30  # seconds in which what runs must end once the server does
 
 
 def make_server(
@@ -51,10 +54,10 @@ def make_server(
         http=Own,
         ws="none",
         h11_max_incomplete_event_size=settings.max_header_bytes,
-        timeout_graceful_shutdown=30,
+        timeout_graceful_shutdown=_LAST + 5,
         server_header=False,
     )
-    return uvicorn.Server(config)
+    return Server(config, engine)
 
 
 def is_loopback(host: str) -> bool:
@@ -63,6 +66,18 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host.lower() == "localhost"
+
+
+class Server(uvicorn.Server):
+    """A server that closes its engine before it waits for answers: clients are told by it."""
+
+    def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
+        super().__init__(config)
+        self.engine = engine
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.engine.close(_LAST)
+        await super().shutdown(sockets)
 
 
 class Connection(H11Protocol):

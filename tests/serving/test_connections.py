@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -69,6 +70,8 @@ def serve_beside(engine, **settings):
             return getattr(engine, name)
 
         def start(self) -> None: ...
+
+        def close(self, seconds: float) -> None: ...
 
         def stop(self) -> None: ...
 
@@ -316,6 +319,33 @@ def test_what_reaches_no_route_is_numbered_and_counted(server) -> None:
         wire.sendall(b"hello\r\n\r\n")
         assert b"x-request-id: req_" in read(wire)
     assert gauge(engine, "http_responses_total", status="400") == before + 1
+
+
+def test_a_server_that_ends_tells_who_waits_and_who_takes_too_long(make, monkeypatch) -> None:
+    """By the engine's errors: no stream is cut off."""
+    monkeypatch.setattr("path_attention.serving.server._LAST", 1)
+    engine, told = make(max_rows=1), {}
+
+    def ask(name: str, address: str, **options: object) -> None:
+        body = {**TEXT, "logit_bias": {"0": -100}, "stream": True, **options}
+        told[name] = httpx.post(f"{address}/v1/completions", json=body, timeout=60).text
+
+    with serve(engine, max_output_tokens=10**6, max_prompt_tokens=64) as address:
+        engine.cache_bytes = 2**50
+        threads = [
+            threading.Thread(target=ask, args=(name, address), kwargs={"max_tokens": tokens})
+            for name, tokens in (("runs", 10**6), ("waits", 1))
+        ]
+        for thread, queue in zip(threads, (0, 1), strict=True):
+            thread.start()
+            wait_for(lambda q=queue: bool(engine.running) and gauge(engine, "queue_length") == q)
+    for thread in threads:
+        thread.join(30)
+    assert told["runs"].count("data: ") > 1
+    for text in told.values():
+        assert "shutting down" in text.rstrip().rpartition("data: ")[2]
+    ended = {x: gauge(engine, "requests_total", outcome=x) for x in ("rejected", "timeout")}
+    assert ended == {"rejected": 1, "timeout": 1}
 
 
 def test_connections_are_counted(make) -> None:
