@@ -61,13 +61,9 @@ def add_adapters(model: nn.Module, recipe: LoraRecipe, seed: int) -> None:
 
     Raises ValueError if peft is not installed or a matrix is not there.
     """
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise ValueError(
-            "trainable: expected peft to be installed for 'lora' (`pip install '.[convert]'`), "
-            f"got {error}"
-        ) from error
+    check_peft()
+    from peft import LoraConfig, inject_adapter_in_model
+
     device = next(model.parameters()).device
     torch.manual_seed(seed)
     config = LoraConfig(
