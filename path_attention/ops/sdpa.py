@@ -45,22 +45,22 @@ def suits_packing(q: Tensor, k: Tensor, packing: Packing, return_lse: bool) -> b
 
 def _in_one_call(q: Tensor, k: Tensor, return_lse: bool) -> Callable[..., Tensor] | None:
     """PyTorch's flash attention of packed documents, if it is there and takes these."""
-    attend = _varlen()
+    attend, grouped = _varlen()
     if attend is None or q.device.type != "cuda" or q.itemsize != 2 or return_lse or not q.shape[1]:
         return None
     if torch.cuda.get_device_capability(q.device) < (8, 0):
         return None
-    grouped = "enable_gqa" in inspect.signature(attend).parameters
     return attend if grouped or q.shape[2] == k.shape[2] else None
 
 
 @lru_cache
-def _varlen() -> Callable[..., Tensor] | None:
+def _varlen() -> tuple[Callable[..., Tensor] | None, bool]:
+    """The function, None where PyTorch is too old, and whether it takes grouped heads."""
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
-        return None
+        return None, False
     attend = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     known = inspect.signature(attend).parameters
-    return attend if {"scale", "window_size"} <= known.keys() else None
+    return (attend if {"scale", "window_size"} <= known.keys() else None), "enable_gqa" in known
 
 
 def sdpa(
