@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -70,8 +68,7 @@ def householder_directions(
 
 def _choose(implementation: str | None, x: Tensor, weight: Tensor | None, heads: int) -> str:
     if implementation is None:
-        lacks = partial(_triton_lacks, x, weight, heads)
-        usable = has_kernels("householder_directions", x, lacks)
+        usable = has_kernels("householder_directions", x, lambda: _triton_lacks(x, weight, heads))
         return "triton" if usable else "torch"
     if implementation not in ("torch", "triton"):
         raise ValueError(

@@ -123,15 +123,11 @@ def path_attention(
     Raises:
         ValueError: naming the argument, what came, and what was expected.
     """
-    q, k, v = cast_as_autocast_does(q, k, v)
-    check_tensors(q, k, v, w, beta, log_forget)
-    packing = check_packing(q, cu_seqlens)
+    (q, k, v, w, beta), packing = _checked(q, k, v, w, beta, log_forget, cu_seqlens)
     scale = float(q.shape[3] ** -0.5 if scale is None else scale)
     if check_contract:
         _check_contract(w, beta, log_forget)
     w = unit_directions(w)
-    if w is not None and beta is not None and w.dim() == 5 and w.shape[3] == 1:
-        w, beta = w[:, :, :, 0], beta[..., 0]
     lse_gradient = return_lse and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
     name = _choose(implementation, q, k, v, w, log_forget, packing, return_lse, lse_gradient)
     if name in ("blockwise", "triton"):
@@ -161,17 +157,13 @@ def explain_choice(
     Of "triton" also whose main loops: Hopper's (by warp groups and TMA) or the portable ones. As
     outside of a compiled graph. Raises ValueError as `path_attention` does.
     """
-    q, k, v = cast_as_autocast_does(q, k, v)
-    check_tensors(q, k, v, w, beta, log_forget)
-    packing = check_packing(q, cu_seqlens)
-    if w is not None and w.dim() == 5 and w.shape[3] == 1:
-        w = w[:, :, :, 0]
+    (q, k, v, w, _), packing = _checked(q, k, v, w, beta, log_forget, cu_seqlens)
     lse_gradient = return_lse and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
     name = _choose(implementation, q, k, v, w, log_forget, packing, return_lse, lse_gradient)
     if name == "triton":
-        from path_attention.ops.triton.call import tiles_of
+        from path_attention.ops.triton.call import chosen_tiles
 
-        t = tiles_of(q, v, w, log_forget)
+        t = chosen_tiles(q, v, w, log_forget)
         loops = {"forward": t.hopper_forward, "dq": t.hopper_queries, "dk/dv": t.hopper_keys}
         whose = (f"{loop} {'hopper' if its else 'portable'}" for loop, its in loops.items())
         return f"triton: {', '.join(whose)}"
@@ -179,6 +171,27 @@ def explain_choice(
     if implementation is not None or name == "sdpa" or lacks is None:
         return name
     return f"{name}: triton wants {lacks}"
+
+
+def _checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor | None,
+    beta: Tensor | None,
+    log_forget: Tensor | None,
+    cu_seqlens: Tensor | Packing | None,
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Packing | None]:
+    """q, k, v as autocast wants them, one factor a token without a dimension of its own; borders.
+
+    Raises ValueError on shapes, dtypes and devices that do not fit.
+    """
+    q, k, v = cast_as_autocast_does(q, k, v)
+    check_tensors(q, k, v, w, beta, log_forget)
+    packing = check_packing(q, cu_seqlens)
+    if w is not None and beta is not None and w.dim() == 5 and w.shape[3] == 1:
+        w, beta = w[:, :, :, 0], beta[..., 0]
+    return (q, k, v, w, beta), packing
 
 
 def _choose(

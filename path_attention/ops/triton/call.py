@@ -79,7 +79,7 @@ def operand_of(q: Tensor, w: Tensor | None) -> torch.dtype:
     return torch.float16 if w is not None and q.dtype != torch.float32 else q.dtype
 
 
-def tiles_of(q: Tensor, v: Tensor, w: Tensor | None, log_forget: Tensor | None) -> Tiles:
+def chosen_tiles(q: Tensor, v: Tensor, w: Tensor | None, log_forget: Tensor | None) -> Tiles:
     """The choice for a call with these inputs, on their device."""
     memory, warpgroups = shared_memory_of(q.device), warpgroups_of(q.device)
     kinds = w is not None, log_forget is not None
@@ -98,7 +98,7 @@ def make_call(q, k, v, w, beta, log_forget, lengths: Tensor | None) -> Call:
         None if log_forget is None else log_forget.flatten(0, 1),
         None if log_forget is None else q.new_empty(HQ, B * T, dtype=torch.float64),
         grid,
-        tiles_of(q, v, w, log_forget),
+        chosen_tiles(q, v, w, log_forget),
         H,
         HQ // H,
         operand_of(q, w),
