@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from path_attention.benchmarks.inputs import Inputs
-from path_attention.nn.encoding import alibi_exponents
+from path_attention.nn.encoding import alibi_log_forget
 from path_attention.ops.path import IMPLEMENTATIONS, path_attention
 
 ENCODINGS = ("path", "path_fox", "fox", "nope", "alibi")
@@ -69,9 +69,7 @@ def _ours(name: str) -> Callable[[Inputs, str], Call]:
         w, beta = (x.w, x.beta) if encoding.startswith("path") else (None, None)
         log_forget = x.log_forget if encoding.endswith("fox") else None
         if encoding == "alibi":
-            slopes = torch.exp2(-alibi_exponents(x.q.shape[2], x.q.device))
-            dtype = torch.promote_types(x.q.dtype, torch.float32)
-            log_forget = -slopes.to(dtype).expand(x.q.shape[:3])
+            log_forget = alibi_log_forget(x.q, x.q.shape[2])
         options: dict[str, Any] = {"scale": x.scale, "cu_seqlens": x.packing}
         return lambda: path_attention(
             x.q, x.k, x.v, w, beta, log_forget, implementation=name, **options

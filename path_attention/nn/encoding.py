@@ -457,12 +457,17 @@ class Alibi(Decay):
         self.heads = config.num_attention_heads
 
     def forward(self, x: Tensor, chunk: Chunk) -> Tensor:
-        slopes = torch.exp2(-alibi_exponents(self.heads, x.device))
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        return -slopes.to(dtype).expand(*x.shape[:2], self.heads)
+        return alibi_log_forget(x, self.heads)
 
 
-def alibi_exponents(heads: int, device: torch.device) -> Tensor:
+def alibi_log_forget(x: Tensor, heads: int) -> Tensor:
+    """Minus the slopes of `Alibi` as a gate of x `[B, T, …]`, `[B, T, heads]`, at least float32."""
+    slopes = torch.exp2(-_alibi_exponents(heads, x.device))
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return -slopes.to(dtype).expand(*x.shape[:2], heads)
+
+
+def _alibi_exponents(heads: int, device: torch.device) -> Tensor:
     """float64 `[heads]`: query head n's slope is 2 to the minus this (`Alibi`)."""
     lower = 2 ** int(math.log2(heads))
     n = torch.arange(heads, dtype=torch.float64, device=device)
