@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -14,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from path_attention.models.cache import CACHE_NAME, layer_caches
+from path_attention.models.cache import CACHE_NAME, PathAttentionCacheLayer, layer_caches
 from path_attention.models.configuration import PathAttentionConfig
 from path_attention.models.padding import Rows, in_two
 from path_attention.models.prefix_store import PrefixStore
@@ -165,10 +166,11 @@ class PathAttentionModel(PathAttentionPreTrainedModel):
         past = self._cache(past, use_cache, packing)
         if output_hidden_states is None:
             output_hidden_states = bool(self.config.output_hidden_states)
-        layers = self.config.num_hidden_layers
-        seen = None if past is None else layer_caches(past, layers)[0].seen
+        layers = self.config.num_hidden_layers  # fewer than there are in a draft's early exit
+        caches = [None] * layers if past is None else layer_caches(past, layers)
+        seen = None if caches[0] is None else caches[0].seen
         rows = Rows.of(x, attention_mask, packing, seen=seen)
-        told = (past, packing, split, output_hidden_states)
+        told = (past, caches, packing, split, output_hidden_states)
         cut = x.shape[1] if torch.is_grad_enabled() else rows.cut(x.shape[1])
         if attention_mask is not None and cut < x.shape[1]:
             chunk = (input_ids, position_ids)
@@ -182,15 +184,14 @@ class PathAttentionModel(PathAttentionPreTrainedModel):
         input_ids: Tensor | None,
         position_ids: Tensor | None,
         past: Cache | None,
+        caches: Sequence[PathAttentionCacheLayer | None],
         packing: Packing | None,
         split: ContextSplit | None,
         output_hidden_states: bool,
     ) -> BaseModelOutputWithPast:
-        """`forward` of embeddings x, padded as `rows` say."""
-        layers = list(self.layers)[: self.config.num_hidden_layers]  # fewer in a draft's early exit
-        caches = [None] * len(layers) if past is None else layer_caches(past, len(layers))
-        if past is not None and rows.end is not None:
-            for layer_cache in layer_caches(past, len(layers)):
+        """`forward` of embeddings x, padded as `rows` say, with each layer's cache of `past`."""
+        for layer_cache in caches:
+            if layer_cache is not None and rows.end is not None:
                 layer_cache.note_moved(x.shape[1])
         if past is not None and past.offloading:
             past.layers[0].prefetch()
@@ -201,7 +202,7 @@ class PathAttentionModel(PathAttentionPreTrainedModel):
         token_ids = None if input_ids is None else rows.compact(input_ids)
         of_chunk: dict[str, Any] = {"token_ids": token_ids, "packing": packing, "split": split}
         states = []
-        for layer, layer_cache in zip(layers, caches, strict=True):
+        for layer, layer_cache in zip(list(self.layers)[: len(caches)], caches, strict=True):
             if output_hidden_states:
                 states.append(rows.restore(x))
             if past is not None and past.offloading and layer_cache is not None:
