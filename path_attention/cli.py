@@ -241,6 +241,11 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
         "BenchmarkTraining",
         "tokens a second of whole training steps beside RoPE's",
     ),
+    ("benchmark", "distributed"): (
+        "path_attention.benchmarks.distributed",
+        "BenchmarkDistributed",
+        "FSDP2 and context parallelism over torchrun's processes beside one",
+    ),
     ("benchmark", "conversion"): (
         "path_attention.benchmarks.conversion",
         "BenchmarkConversion",

@@ -181,9 +181,11 @@ def publish(
     rows: Sequence[Mapping[str, Any]],
     device: torch.device,
     draw: Callable[[Mapping[str, Any], Path], None],
+    program: str = "path-attention",
 ) -> dict[str, Any]:
-    """Write OUT.json and OUT.png of `path-attention benchmark NAME`, and return the result."""
-    result = make_result(what=what, rows=rows, device=str(device), command=_command(options, name))
+    """Write OUT.json and OUT.png of `PROGRAM benchmark NAME`, and return the result."""
+    command = _command(options, name, program)
+    result = make_result(what=what, rows=rows, device=str(device), command=command)
     for peer in _PEERS:
         try:
             result["versions"][peer] = importlib.metadata.version(peer)
@@ -194,13 +196,18 @@ def publish(
     return result
 
 
-def _command(options: Any, name: str) -> str:
+def _command(options: Any, name: str, program: str) -> str:
     """The command that these options are, where `run()` was called from Python too."""
-    said = ["path-attention", "benchmark", name]
+    said = [*program.split(), "benchmark", name]
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
-        if value != field.default:
-            said += [f"--{field.name.replace('_', '-')}", str(value)]
+        if value == field.default:
+            continue
+        option = field.name.replace("_", "-")
+        if isinstance(value, bool):
+            said.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            said += [f"--{option}", str(value)]
     return command_line(said)
 
 

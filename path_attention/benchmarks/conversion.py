@@ -26,7 +26,7 @@ from path_attention.benchmarks.comparison import (
     words,
 )
 from path_attention.benchmarks.measure import stopwatch
-from path_attention.benchmarks.training import TrainingSteps
+from path_attention.benchmarks.training import TrainingSteps, random_rows
 from path_attention.conversion.memory import Estimate, estimate_memory
 from path_attention.conversion.objectives import MatchAttention, MatchLogits, NextToken, Trainable
 from path_attention.conversion.pipeline import stage_recipe
@@ -247,7 +247,8 @@ class BenchmarkConversion:
         objective = _objective(stage, recipe, teacher, student, dtype)
         run = stage_recipe(recipe, stage, getattr(recipe, stage), Path("random"))
         model, flops, parameters = build_model(run, config, dtype, processes, objective, student)
-        steps = TrainingSteps(run, model, flops, objective, config.vocab_size, device)
+        rows = random_rows(run, config.vocab_size, processes)
+        steps = TrainingSteps(run, model, flops, objective, rows, processes)
         taken = []
         for n in range(2 + self.steps):
             objective.begin_step(n, 2 + self.steps)

@@ -11,7 +11,8 @@ from statistics import median
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from path_attention.benchmarks.comparison import (
@@ -28,12 +29,13 @@ from path_attention.benchmarks.comparison import (
 )
 from path_attention.benchmarks.measure import matrix_rate, stopwatch
 from path_attention.models import PRESETS, PathAttentionConfig
+from path_attention.ops.context_split import ContextSplit
 from path_attention.ops.packing import Packing
 from path_attention.training.flops import ModelFlops, peak_flops
 from path_attention.training.loop import build_optimizer
 from path_attention.training.model import build_model
 from path_attention.training.objective import Objective
-from path_attention.training.processes import Processes
+from path_attention.training.processes import Processes, synchronise_gradients
 from path_attention.training.recipe import DataRecipe, ModelRecipe, Recipe
 from path_attention.training.rows import IGNORED, Row
 
@@ -179,12 +181,13 @@ class BenchmarkTraining:
         dtype: torch.dtype,
         device: torch.device,
         report: Report,
-    ) -> dict[str, _Trained]:
+    ) -> dict[str, NextTokenSteps]:
         """The models that fit, after their first steps."""
         trained = {}
         for name in names:
             try:
-                model = _Trained(self._recipe(name, way, length, dtype, device), self.vocab_size)
+                recipe = self._recipe(name, way, length, dtype, device)
+                model = NextTokenSteps(recipe, self.vocab_size, Processes(0, 1, device))
                 for _ in range(_WARM_UP):
                     model.step()
             except torch.OutOfMemoryError as error:
@@ -233,9 +236,11 @@ class TrainingSteps:
         model: ready to train, as `build_model` returns it.
         flops: what the objective computes.
         objective: prepared with the model.
+        rows: of this process, as `random_rows` makes them.
+        processes: that the step is taken over.
 
     Attributes:
-        flops: of a step.
+        flops: of a step, of this process's rows.
         peak_mib: memory of the latest step above what was there before; None on a CPU.
         whole_mib: all memory at that peak.
     """
@@ -246,37 +251,46 @@ class TrainingSteps:
         model: nn.Module,
         flops: ModelFlops,
         objective: Objective,
-        vocabulary: int,
-        device: torch.device,
+        rows: Sequence[Row],
+        processes: Processes,
     ) -> None:
-        self.recipe, self.model, self.objective, self.device = recipe, model, objective, device
+        self.recipe, self.model, self.objective, self.rows = recipe, model, objective, rows
+        self.processes, self.device = processes, processes.device
         self.dtype = torch.bfloat16 if recipe.precision == "bfloat16" else torch.float32
         self.model.train()
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
-        self.rows = [_row(recipe, vocabulary, seed) for seed in range(recipe.passes(1))]
         self.flops = sum(flops.of(row.packing.lengths) for row in self.rows)
         self.peak_mib: float | None = None
         self.whole_mib: float | None = None
 
-    def step(self) -> None:
-        """Forward and backward of every pass, clipping, AdamW: as `training.loop` takes it."""
+    def backward(self) -> float:
+        """Forward and backward of every pass, as `training.loop` takes them; the mean loss."""
+        processes = self.processes
+        (targets,) = processes.sum(sum(row.targets for row in self.rows))
+        divisor = targets / processes.context / processes.count
+        losses = []
+        for n, row in enumerate(self.rows):
+            synchronise_gradients(self.model, n == len(self.rows) - 1)
+            with torch.autocast(
+                self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16
+            ):
+                loss = self.objective.loss(self.model, row, divisor, self.device)
+            loss.backward()
+            losses.append(loss.detach())
+        (loss,) = processes.sum(torch.stack(losses).sum())  # the loop looks at it, too
+        return loss / processes.count
+
+    def step(self) -> float:
+        """`backward`, clipping, AdamW; the mean loss before it."""
         before, cuda = 0, self.device.type == "cuda"
         if cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
             before = torch.cuda.memory_allocated(self.device)
-        targets = sum(row.targets for row in self.rows)
-        losses: list[Tensor] = []
-        for row in self.rows:
-            with torch.autocast(
-                self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16
-            ):
-                loss = self.objective.loss(self.model, row, targets, self.device)
-            loss.backward()
-            losses.append(loss.detach())
-        loss = torch.stack(losses).sum().item()  # the loop looks at it, too
+        loss = self.backward()
         norm = nn.utils.clip_grad_norm_(
             self.model.parameters(), self.recipe.optimizer.clip or math.inf
         )
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if not math.isfinite(loss + float(norm)):
             raise FloatingPointError(f"{self.recipe.model.preset}: the loss is {loss}")
         self.optimizer.step()
@@ -285,13 +299,26 @@ class TrainingSteps:
             peak = torch.cuda.max_memory_allocated(self.device)
             self.whole_mib = round(peak / 2**20, 1)
             self.peak_mib = round((peak - before) / 2**20, 1)
+        return loss
 
 
-class _Trained(TrainingSteps):
-    """A model of a recipe with next-token cross-entropy."""
+class NextTokenSteps(TrainingSteps):
+    """A model of a recipe with next-token cross-entropy on random tokens.
 
-    def __init__(self, recipe: Recipe, vocabulary: int) -> None:
-        device = pick_device(recipe.device)
+    Args:
+        recipe: of the run.
+        vocabulary: how many tokens there are.
+        processes: that the model is spread over.
+        lengths: documents of each row, if they are not all of the recipe's length.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        vocabulary: int,
+        processes: Processes,
+        lengths: Sequence[int] | None = None,
+    ) -> None:
         dtype = torch.bfloat16 if recipe.precision == "bfloat16" else torch.float32
         config = PathAttentionConfig.from_preset(
             recipe.model.preset,
@@ -299,23 +326,35 @@ class _Trained(TrainingSteps):
             max_position_embeddings=recipe.data.context_length,
             **recipe.model.overrides(),
         )
-        processes = Processes(0, 1, device)
         model, flops, self.parameters = build_model(recipe, config, dtype, processes)
-        super().__init__(recipe, model, flops, Objective(), vocabulary, device)
+        rows = random_rows(recipe, vocabulary, processes, lengths)
+        super().__init__(recipe, model, flops, Objective(), rows, processes)
 
 
-def _row(recipe: Recipe, vocabulary: int, seed: int) -> Row:
-    """A pass of whole documents of random tokens."""
+def random_rows(
+    recipe: Recipe,
+    vocabulary: int,
+    processes: Processes,
+    lengths: Sequence[int] | None = None,
+) -> list[Row]:
+    """This process's rows of a step: whole documents of random tokens, of the recipe's length or
+    of these lengths."""
     length, tokens = recipe.data.context_length, recipe.row_tokens
-    packing = Packing.from_lengths([length] * (tokens // length))
-    rng = torch.Generator().manual_seed(seed)
-    input_ids = torch.randint(vocabulary, (1, tokens), generator=rng)
-    labels = input_ids.clone()
-    labels[0, packing.cu_seqlens[:-1].long()] = IGNORED
-    return Row(input_ids, labels, packing, tuple(range(len(packing.lengths))))
+    packing = Packing.from_lengths(lengths or [length] * (tokens // length))
+    borders = packing if len(packing.lengths) > 1 else None
+    group = processes.context_group
+    split = None if group is None else ContextSplit.of(tokens, group, borders)
+    rows, passes = [], recipe.passes(processes.count)
+    for n in range(passes):
+        rng = torch.Generator().manual_seed(processes.data_rank * passes + n)
+        input_ids = torch.randint(vocabulary, (1, tokens), generator=rng)
+        labels = input_ids.clone()
+        labels[0, packing.cu_seqlens[:-1].long()] = IGNORED
+        rows.append(Row(input_ids, labels, packing, tuple(range(len(packing.lengths))), split))
+    return rows
 
 
-def _take_turns(models: Sequence[_Trained], repeats: int) -> list[list[float]]:
+def _take_turns(models: Sequence[NextTokenSteps], repeats: int) -> list[list[float]]:
     """Milliseconds of a step of each model in each turn."""
     times: list[list[float]] = [[] for _ in models]
     for _ in range(repeats):

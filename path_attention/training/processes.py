@@ -155,13 +155,12 @@ def spread(
     Raises:
         ValueError: a way to spread was named, and no process group was started.
     """
-    if not dist.is_initialized():
-        if parallel != "auto":
-            raise ValueError(
-                f'parallel: expected "auto" in a single process, got "{parallel}"; start with '
-                "torchrun"
-            )
+    if processes.count == 1 and parallel == "auto":
         return model
+    if not dist.is_initialized():
+        raise ValueError(
+            f'parallel: expected "auto" in a single process, got "{parallel}"; start with torchrun'
+        )
     if parallel == "fsdp":
         mesh = init_device_mesh(processes.device.type, (processes.count,))
         blocks = set(getattr(model, "_no_split_modules", None) or ())

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from path_attention.benchmarks.training import BenchmarkTraining, _Trained
+from path_attention.benchmarks.training import BenchmarkTraining, NextTokenSteps
 from path_attention.results import read_result
+from path_attention.training.processes import Processes
 
 SMALL = BenchmarkTraining(
     encodings="path",
@@ -46,8 +47,9 @@ def test_rows_are_written_beside_ropes(tmp_path: Path) -> None:
 
 def test_a_step_is_the_trainers() -> None:
     """Losses fall on rows that stay the same, and the work is that of the model's FLOPs."""
-    recipe = SMALL._recipe("path", "eager", 16, torch.float32, torch.device("cpu"))
-    trained = _Trained(recipe, 50)
+    device = torch.device("cpu")
+    recipe = SMALL._recipe("path", "eager", 16, torch.float32, device)
+    trained = NextTokenSteps(recipe, 50, Processes(0, 1, device))
     linear = sum(
         m.weight.numel() for m in trained.model.modules() if isinstance(m, torch.nn.Linear)
     )
