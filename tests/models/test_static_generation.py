@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 from path_attention.models import (
     PathAttentionConfig,
@@ -22,10 +21,6 @@ from path_attention.models.cache import CACHE_NAME, cache_bytes
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="test_static_gpu.py has it compiled"
-)
-drafts_fit = pytest.mark.skipif(
-    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24),
-    reason="transformers takes no drafts with a static cache before 5.24",
 )
 MASK = torch.tensor([[0] * 15 + [1] * 5, [1] * 20])
 
@@ -51,7 +46,6 @@ def test_beams(make_model):
     assert torch.equal(fixed, model.generate(prompt, **options))
 
 
-@drafts_fit
 @pytest.mark.parametrize("preset", ["path_fox", "rotation_learned"])
 def test_drafts_are_taken_back(make_model, preset):
     """Of a lookup in the prompt, and of a smaller model: most are wrong, and cropped."""
@@ -70,7 +64,7 @@ def test_drafts_are_taken_back(make_model, preset):
     [
         ({}, False),
         ({"num_beams": 2}, False),
-        pytest.param({"prompt_lookup_num_tokens": 3}, True, marks=drafts_fit),
+        ({"prompt_lookup_num_tokens": 3}, True),
         ({"return_dict_in_generate": True}, True),  # its caller may take tokens back
     ],
 )
