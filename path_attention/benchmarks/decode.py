@@ -285,8 +285,9 @@ def _draw(result: Mapping[str, Any], path: Any) -> None:
 
     bars = {(row["candidate"], place(row)): row["ratio"] for row in rows}
     worst = {(r["candidate"], place(r)): r["worst"] for r in rows if r["worst"] is not None}
+    far = max(bars.values()) > 4  # a peer; the others are all near 1
     panels = [
-        Panel("one step", f"1: {rows[0]['candidate']}", bars),
+        Panel("one step", f"1: {rows[0]['candidate']}", bars, logarithmic=far),
         Panel("slowest step of a unit", "1: the median step", worst),
     ]
     draw_bars(panels, f"{result['device']}: decoding one token, bfloat16, CUDA graphs", path)

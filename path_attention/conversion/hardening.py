@@ -87,7 +87,7 @@ class ConvertCheckpoints:
     """A run of the new encoding on the same data, trained as long as the RoPE run."""
     steps: tuple[int, ...] = ()
     """Checkpoints to convert; default: a tenth, a half, the end."""
-    to: Target = "path"
+    to: Target = "path_fox"
     start: StartRule = "near_zero"
     direction_rank: int | None = 32
     attention_tokens: int = 2_000_000

@@ -193,7 +193,7 @@ class ConversionRecipe:
             told alone.
     """
 
-    to: Target = "path"
+    to: Target = "path_fox"
     start: StartRule = "near_zero"
     exchange: float = 0.5
     directions: Directions = "random"

@@ -103,7 +103,7 @@ SIZES = {
 
 def pretrain(
     size: str = "760m",
-    preset: str = "path",
+    preset: str = "path_fox",
     *,
     tokens: int | None = None,
     batch_tokens: int | None = None,

@@ -45,7 +45,7 @@ class ModelRecipe:
             tokens and the context length come from the data.
     """
 
-    preset: str = "path"
+    preset: str = "path_fox"
     start: Path | None = None
     hidden_size: int | None = None
     num_hidden_layers: int | None = None

@@ -25,7 +25,7 @@ TABLE, CANDIDATES = MEASURES.split("The candidates of")
 STARTED = r"torchrun [^`\n]*-m path_attention\.cli"
 PLAIN = re.sub(STARTED, "path-attention", TEXT)
 COMMANDS = re.findall(r"(?:^    |`)(path-attention [^`\n#]+)", PLAIN, flags=re.M)
-COMMANDS = [line for line in COMMANDS if not line.endswith("NAME")]
+COMMANDS = [part for line in COMMANDS for part in line.split("; ") if not part.endswith("NAME")]
 
 
 def class_of(words: list[str]) -> Any:

@@ -27,7 +27,7 @@ STEPS, BATCH = 10, 64
 @pytest.fixture(scope="module")
 def runs(corpora, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    for preset in ("rope", "path"):
+    for preset in ("rope", "path_fox"):
         sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
         recipe = Recipe(
             name=preset,
@@ -45,7 +45,7 @@ def runs(corpora, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(runs: Path, out: Path, *more: str) -> list[str]:
-    said = ["convert", "checkpoints", str(runs / "rope"), "--scratch", str(runs / "path")]
+    said = ["convert", "checkpoints", str(runs / "rope"), "--scratch", str(runs / "path_fox")]
     said += ["--attention-tokens", "128", "--more", "0.5", "--direction-rank", "4"]
     said += ["--lengths", "16", "64", "5000", "--targets", "8", "--windows", "2"]
     return [*said, "--device", "cpu", "--out", str(out), *more]
@@ -99,7 +99,7 @@ def test_every_branch_ends_at_the_same_tokens(runs, tmp_path, capsys) -> None:
         (("--parts", "code"), "parts: expected NAME=PATTERN,PATTERN, got 'code'"),
         (("--parts", "code=nothing/*"), "documents: "),
         (("--data", "no/such"), "corpus: expected a folder"),
-        (("--to", "path_fox"), "scratch: expected a run of 'path_fox' on 640 tokens, got 'path'"),
+        (("--to", "path"), "scratch: expected a run of 'path' on 640 tokens, got 'path_fox'"),
     ],
 )
 def test_what_does_not_fit_is_refused(runs, tmp_path, capsys, more, line) -> None:
@@ -123,7 +123,7 @@ def test_a_checkpoint_is_exported_whole_or_not_at_all(runs, tmp_path, monkeypatc
 
 
 def test_a_run_must_be_ropes_and_finished(runs, tmp_path, capsys) -> None:
-    for folder, line in ((runs / "path", "expected a run of 'rope'"), (tmp_path, "a finished run")):
+    for folder, line in ((runs / "path_fox", "expected a run of 'rope'"), (tmp_path, "a finished run")):
         with pytest.raises(SystemExit):
             cli.main(["convert", "checkpoints", str(folder), "--out", str(tmp_path / "o")])
         assert line in capsys.readouterr().err
