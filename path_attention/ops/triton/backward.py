@@ -193,6 +193,7 @@ def keys_bwd_kernel(
                     b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=FLOAT32)
                 if GATE:
                     p_columns = columns_ptr + (i_hq.to(tl.int64) * count + i_block) * 64 + o
+                    tl.debug_barrier()  # other threads wrote these at the level above
                     tl.store(p_columns, tl.load(p_columns) + b_columns)
     row = (i_h.to(tl.int64) * count + i_block) * 64
     tl.store(dkt_ptr + row * DP + o[:, None] * DP + o_d[None, :], b_dk)

@@ -295,9 +295,9 @@ def pair_bwd_kernel(
             scale = range_of(b_dx)
             b_a, b_b = tl.load(p_y + o_other + o_tile), tl.load(p_x + o_other + o_tile)
             b_dx = reflect(b_dx * scale, b_b, b_a, OPERAND) / -scale
-            tl.debug_barrier()
         else:
             tl.store(p_dy + o_tile, b_dx)
+        tl.debug_barrier()  # rows of other threads are read next
         b_dy = tl.load(p_dy + o_tile)
         for _ in tl.range(0, crossings, num_stages=1):
             b_u, b_du = tl.load(p_u + o_tile), tl.load(p_du + o_tile)
