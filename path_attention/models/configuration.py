@@ -21,7 +21,7 @@ class PathAttentionConfig(AttentionConfig, PreTrainedConfig):
     """A decoder-only language model: the attention layer's fields (`AttentionConfig`) and these.
 
     Attributes:
-        vocab_size: rows of the embedding.
+        vocab_size: rows of the embedding, and of a layer's table of angles.
         intermediate_size: width of the SwiGLU; None for 8/3 · hidden_size, rounded up to a multiple
             of 64 (the parameters of an ungated layer of ratio 4).
         num_hidden_layers: number of blocks.
@@ -38,7 +38,6 @@ class PathAttentionConfig(AttentionConfig, PreTrainedConfig):
     model_type = "path_attention"
     keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012
 
-    vocab_size: int = 32000
     intermediate_size: int | None = None
     num_hidden_layers: int = 12
     initializer_range: float = 0.02
@@ -54,12 +53,7 @@ class PathAttentionConfig(AttentionConfig, PreTrainedConfig):
         self.complete()
         if self.intermediate_size is None:
             self.intermediate_size = -(-8 * self.hidden_size // (3 * 64)) * 64
-        for name in (
-            "vocab_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "max_position_embeddings",
-        ):
+        for name in ("intermediate_size", "num_hidden_layers", "max_position_embeddings"):
             check_integer(name, getattr(self, name), 1)
         check_positive("initializer_range", self.initializer_range)
         for name in ("tie_word_embeddings", "use_cache"):

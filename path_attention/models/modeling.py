@@ -92,7 +92,7 @@ class PathAttentionPreTrainedModel(PreTrainedModel):
         """
         std = self.config.initializer_range
         if isinstance(module, (nn.Linear, nn.Embedding)):
-            nn.init.normal_(module.weight, mean=0.0, std=std)
+            nn.init.normal_(module.weight, mean=0.0, std=getattr(module, "weight_std", std))
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.constant_(module.bias, getattr(module, "bias_init", 0.0))
         elif isinstance(module, RMSNorm):

@@ -29,8 +29,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "rotation_random_qkv": _rotation("random_position", moves_values=True),
     "rotation_token": _rotation("random_token"),
     "rotation_token_qkv": _rotation("random_token", moves_values=True),
-    "rotation_learned": _rotation("learned"),
-    "rotation_learned_qkv": _rotation("learned", moves_values=True),
+    "rotation_learned": _rotation("learned_token"),
+    "rotation_learned_qkv": _rotation("learned_token", moves_values=True),
     "stick_breaking": {"transport": "none", "decay": "none", "normalizer": "stick_breaking"},
     "delta_net": {
         "transport": "delta_rule",

@@ -7,6 +7,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, cast
 
+LEARNED = ("learned_token", "learned_state")  # of `rotation_angles`, beside the random ones
+ROTATION_ANGLES = (*LEARNED, "random_token", "random_position")
+
 
 @dataclass(kw_only=True)
 class AttentionConfig:
@@ -45,16 +48,17 @@ class AttentionConfig:
         forget_bias_init: forget: where the gate's bias starts; 0 starts at a gate of 0.5.
         forget_scale: forget: what log-gates are multiplied by: 1 as published; D^-½ is what
             flash-linear-attention's PaTH-FoX computes.
-        rope_theta: rotary: the base of the angles.
-        rope_frequencies: rotary: the angle a step of each of the D/2 pairs, in radians, in place of
-            `rope_theta`'s: any scaled RoPE whose angles do not hang on the length.
-        rotation_angles: accumulated_rotation: where a token's angles come from: "learned" (its
-            hidden state), "random_token" (a fixed draw for each token id) or "random_position" (a
-            fixed draw for each position).
+        rope_theta: rotary, and where learned angles start: the base of the angles.
+        rope_frequencies: the same: the angle a step of each of the D/2 pairs, in radians, in place
+            of `rope_theta`'s: any scaled RoPE whose angles do not hang on the length.
+        rotation_angles: accumulated_rotation: where a token's angles come from: "learned_token" (a
+            row of a table for each token id), "learned_state" (its hidden state), "random_token" (a
+            fixed draw for each token id) or "random_position" (a fixed draw for each position).
         rotation_bound: accumulated_rotation: random angles are uniform in ± this, in radians, at
             most π. With a = rotation_bound, what two tokens n steps apart share falls as
             (sin a / a)ⁿ: by half in 66 steps at 0.25, at once at π.
         rotation_seed: accumulated_rotation: of the random angles.
+        vocab_size: accumulated_rotation: rows of the table of "learned_token".
     """
 
     hidden_size: int = 768
@@ -81,9 +85,10 @@ class AttentionConfig:
     forget_scale: float = 1.0
     rope_theta: float = 10000.0
     rope_frequencies: list[float] | None = None
-    rotation_angles: str = "learned"
+    rotation_angles: str = "learned_token"
     rotation_bound: float = 0.25
     rotation_seed: int = 0
+    vocab_size: int = 32000
 
     def __post_init__(self) -> None:
         self.complete()
@@ -131,6 +136,7 @@ class AttentionConfig:
         check_integer("direction_conv_size", self.direction_conv_size, 0)
         check_integer("householders_per_token", self.householders_per_token, 1)
         check_integer("rotation_seed", self.rotation_seed, 0)
+        check_integer("vocab_size", self.vocab_size, 1)
         for name in ("rms_norm_eps", "rope_theta", "beta_max", "rotation_bound", "forget_scale"):
             check_positive(name, getattr(self, name))
         if self.attention_scale is not None:
@@ -147,9 +153,7 @@ class AttentionConfig:
                 raise ValueError(f"{name}: expected a finite number, got {getattr(self, name)!r}")
         for name in ("qk_norm", "output_norm", "moves_values", "qkv_bias", "output_bias"):
             check_bool(name, getattr(self, name))
-        check_choice(
-            "rotation_angles", self.rotation_angles, ("learned", "random_token", "random_position")
-        )
+        check_choice("rotation_angles", self.rotation_angles, ROTATION_ANGLES)
 
     def _check_frequencies(self) -> None:
         pairs, given = cast(int, self.head_dim) // 2, self.rope_frequencies

@@ -15,7 +15,8 @@ from typing import ClassVar, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from path_attention.nn.configuration import AttentionConfig
+from path_attention.nn.angles import LearnedAngles
+from path_attention.nn.configuration import LEARNED, AttentionConfig
 from path_attention.nn.frequencies import Frequencies
 from path_attention.nn.normalization import Float32Linear
 from path_attention.ops.context_directions import directions_over_runs
@@ -260,12 +261,12 @@ class AccumulatedRotation(_Rotating):
         score_ij = q_iᵀ R(Θ_i − Θ_j) k_j,   Θ_i = Σ_{t≤i} θ_t
         o_i = Σ_j α_ij R(Θ_i − Θ_j) v_j     with moves_values
 
-    rotation_angles "learned": θ_t = A x_t + a, in float32. "random_token": a fixed draw for each
-    token id; what turns depends on which tokens lie between, so this is no position encoding.
-    "random_position": a fixed draw for each position, so this is one: only where the two tokens
-    stand decides. Draws are a hash of seed, key, head and pair: the same in every layer, process
-    and chunk. Record: "rotation". Source: arXiv 2606.24975; the law of the random angles and the
-    projection of the learned ones are open there and chosen here.
+    rotation_angles "learned_token", "learned_state": see `LearnedAngles`. "random_token": a fixed
+    draw for each token id; what turns depends on which tokens lie between, so this is no position
+    encoding. "random_position": a fixed draw for each position, so this is one: only where the two
+    tokens stand decides. Draws are a hash of seed, key, head and pair: the same in every layer,
+    process and chunk. Record: "rotation". Source: arXiv 2606.24975; the law of the random angles is
+    chosen here.
     """
 
     def __init__(self, config: AttentionConfig) -> None:
@@ -274,8 +275,8 @@ class AccumulatedRotation(_Rotating):
         self.pairs = cast(int, config.head_dim) // 2
         self.angles, self.seed = config.rotation_angles, config.rotation_seed
         self.bound = config.rotation_bound
-        if self.angles == "learned":
-            self.angle_proj = Float32Linear(config.hidden_size, self.heads * self.pairs)
+        learned = self.angles in LEARNED
+        self.learned = LearnedAngles(config, self.heads, self.pairs) if learned else None
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk) -> Moved:
         rotation = chunk.accumulate(self._angles(x, q, chunk))
@@ -285,8 +286,8 @@ class AccumulatedRotation(_Rotating):
         return Moved(q, k, rotation.turn_back(v), restore=rotation.turn)
 
     def _angles(self, x: Tensor, q: Tensor, chunk: Chunk) -> Tensor:
-        if self.angles == "learned":
-            return self.angle_proj(x).unflatten(2, (self.heads, self.pairs))
+        if self.learned is not None:
+            return self.learned(x, chunk.token_ids)
         keys = chunk.positions if self.angles == "random_position" else chunk.token_ids
         if keys is None:
             raise ValueError(

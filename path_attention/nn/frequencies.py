@@ -24,10 +24,13 @@ class Frequencies:
         `[B, T, HQ, D]`."""
         half = q.shape[-1] // 2
         dtype = torch.promote_types(q.dtype, torch.float32)
-        if self.given is None:
-            exponents = torch.arange(half, dtype=dtype, device=q.device) / -half
-            frequencies = torch.pow(self.theta, exponents)
-        else:
-            frequencies = self.given.to(q.device, dtype, non_blocking=True)
+        frequencies = self.a_step(half, q.new_empty((), dtype=dtype))
         angles = positions[:, :, None].to(dtype) * (frequencies * share)
         return Rotation.by(angles[:, :, None])
+
+    def a_step(self, half: int, like: Tensor) -> Tensor:
+        """The angle a step of each pair `[half]`, in the dtype and on the device of `like`."""
+        if self.given is None:
+            exponents = torch.arange(half, dtype=like.dtype, device=like.device) / -half
+            return torch.pow(self.theta, exponents)
+        return self.given.to(like.device, like.dtype, non_blocking=True)

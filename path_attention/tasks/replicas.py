@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from path_attention.models import PathAttentionForCausalLM
+from path_attention.nn.angles import AngleTable
 from path_attention.nn.encoding import Chunk, Householder, Moved
 from path_attention.nn.normalization import Float32Linear, RMSNorm
 from path_attention.ops.directions import householder_directions
@@ -204,6 +205,7 @@ _KINDS: dict[type, type] = {
     nn.Linear: ReplicatedLinear,
     Float32Linear: ReplicatedLinear,
     nn.Embedding: ReplicatedEmbedding,
+    AngleTable: ReplicatedEmbedding,
     RMSNorm: ReplicatedRMSNorm,
 }
 

@@ -28,6 +28,10 @@ FREE: dict[str, dict[str, Any]] = {
         "decay": "forget",
         "moves_values": True,
     },
+    "rotation learned from states": {
+        "transport": "accumulated_rotation",
+        "rotation_angles": "learned_state",
+    },
     "random rotation + alibi": {
         "transport": "accumulated_rotation",
         "rotation_angles": "random_position",

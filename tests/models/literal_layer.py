@@ -122,9 +122,14 @@ def _directions(c: AttentionConfig, p, x: Tensor) -> Tensor:
 def _angles(c: AttentionConfig, p, x: Tensor, ids: Tensor) -> Tensor:
     """θ `[T, H, D/2]`."""
     H, P = c.num_key_value_heads, c.head_dim // 2
-    if c.rotation_angles == "learned":
-        y = x @ p["transport.angle_proj.weight"].T + p["transport.angle_proj.bias"]
-        return y.unflatten(1, (H, P))
+    if c.rotation_angles.startswith("learned"):
+        if c.rotation_angles == "learned_token":
+            u = torch.stack([p["transport.learned.table.weight"][n] for n in ids.tolist()])
+        else:
+            u = _linear(p, "transport.learned.proj", x) / c.hidden_size
+        turns = (u.exp() - (-u).exp()) / (u.exp() + (-u).exp())
+        a_step = torch.tensor([c.rope_theta ** (-n / P) for n in range(P)], dtype=x.dtype)
+        return math.pi * turns.unflatten(1, (H, P)) - a_step
     keys = ids.tolist() if c.rotation_angles == "random_token" else range(len(x))
     drawn = [[_draw(key, column, c) for column in range(H * P)] for key in keys]
     return torch.tensor(drawn, dtype=x.dtype).unflatten(1, (H, P))

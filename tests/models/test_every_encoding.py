@@ -27,7 +27,7 @@ SIZES = {
 def make_layer(case: str) -> tuple[Attention, AttentionConfig]:
     """A layer in float64, no parameter at its start."""
     torch.manual_seed(0)
-    fields = {**SIZES, **CASES[case]}
+    fields = {"vocab_size": 40, **SIZES, **CASES[case]}
     if not fields.get("moves_values"):
         fields["value_head_dim"] = 5
     config = AttentionConfig(**fields)
@@ -194,7 +194,8 @@ def test_alibi_slopes(heads: int) -> None:
             "value_head_dim: expected head_dim = 8 with moves_values",
         ),
         ({"transport": "accumulated_rotation", "head_dim": 7}, "head_dim: expected an even size"),
-        ({"rotation_angles": "random"}, "rotation_angles: expected one of"),
+        ({"rotation_angles": "learned"}, "rotation_angles: expected one of"),
+        ({"vocab_size": 0}, "vocab_size: expected an integer of at least 1"),
         ({"rotation_bound": 4.0}, "rotation_bound: expected at most π"),
         ({"rotation_bound": 0.0}, "rotation_bound: expected a finite number above 0"),
         ({"rotation_seed": -1}, "rotation_seed: expected"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -113,16 +114,18 @@ def test_several_householders_have_directions_and_strengths_of_their_own() -> No
         torch.testing.assert_close(alone.beta, moved.beta[:, :, :, m])
 
 
-ROTATIONS = ("random_position", "random_token", "learned")
+ROTATIONS = ("random_position", "random_token", "learned_token", "learned_state")
 
 
 @pytest.mark.parametrize("angles", ROTATIONS)
 def test_rotations_are_the_same_bits_in_chunks_and_documents(angles: str) -> None:
     x, q, k, v, chunk = inputs(2, 100)
-    ids = torch.randint(0, 2**31, (2, 100))
+    ids = torch.randint(0, 2**31 if angles == "random_token" else 50, (2, 100))
     chunk = replace(chunk, token_ids=ids)
     config = replace(CONFIG, transport="accumulated_rotation", rotation_angles=angles)
-    layer = AccumulatedRotation(replace(config, moves_values=True))
+    layer = AccumulatedRotation(replace(config, moves_values=True, vocab_size=50))
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
     whole = layer(x, q, k, v, chunk)
     assert whole.restore is not None
     torch.testing.assert_close(whole.restore(whole.v), v)
@@ -131,7 +134,7 @@ def test_rotations_are_the_same_bits_in_chunks_and_documents(angles: str) -> Non
         part = slice(start, stop)
         now = Chunk(chunk.positions[:, part], ids[:, part], before=before)
         moved = layer(x[:, part], q[:, part], k[:, part], v[:, part], now)
-        if angles != "learned":  # a product of matrices need not round alike in both shapes
+        if angles != "learned_state":  # a product of matrices need not round alike in both shapes
             assert torch.equal(moved.q, whole.q[:, part])
             assert torch.equal(moved.v, whole.v[:, part])
         torch.testing.assert_close(moved.k, whole.k[:, part], rtol=1e-4, atol=1e-5)
@@ -163,25 +166,50 @@ def test_what_decides_random_rotations() -> None:
     assert changed.tolist() == [False] * 4 + [True] * 2  # from the other token on
     for angles, before in (("random_position", by_position), ("random_token", by_token)):
         assert not torch.allclose(keys(angles, ids, seed=1), before)
-    with pytest.raises(ValueError, match=r"^token_ids: expected int64 \[B, T\]"):
-        AccumulatedRotation(
-            replace(CONFIG, transport="accumulated_rotation", rotation_angles="random_token")
-        )(x, q, k, v, chunk)
+    for angles in ("random_token", "learned_token"):
+        config = replace(CONFIG, transport="accumulated_rotation", rotation_angles=angles)
+        with pytest.raises(
+            ValueError, match=rf"^token_ids: expected int64 .* '{angles}', got None"
+        ):
+            AccumulatedRotation(config)(x, q, k, v, chunk)
 
 
-def test_learned_rotations_are_float32_in_a_bf16_module() -> None:
+@pytest.mark.parametrize("angles", ["learned_token", "learned_state"])
+def test_learned_rotations_are_float32_in_a_bf16_module(angles: str) -> None:
     x, q, k, v, chunk = inputs()
-    layer = AccumulatedRotation(replace(CONFIG, transport="accumulated_rotation")).bfloat16()
+    ids = torch.randint(0, 50, (2, 7))
+    config = replace(CONFIG, transport="accumulated_rotation", rotation_angles=angles)
+    layer = AccumulatedRotation(replace(config, vocab_size=50)).bfloat16()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
     with torch.autocast("cpu", torch.bfloat16):
-        moved = layer(x.bfloat16(), q.bfloat16(), k.bfloat16(), v.bfloat16(), chunk)
-    angles = layer.angle_proj.double()(x.bfloat16().double()).unflatten(2, (2, 4)).cumsum(1)
+        told = replace(chunk, token_ids=ids)
+        moved = layer(x.bfloat16(), q.bfloat16(), k.bfloat16(), v.bfloat16(), told)
+    if angles == "learned_token":
+        u = layer.learned.table.weight.double()[ids]
+    else:
+        u = layer.learned.proj.double()(x.bfloat16().double()) / 24
+    rope = 10000.0 ** -(torch.arange(4).double() / 4)
+    turned = (math.pi * u.unflatten(2, (2, 4)).tanh() - rope).cumsum(1)
     exact = torch.complex(k.bfloat16().double()[..., :4], k.bfloat16().double()[..., 4:])
-    exact = exact * torch.polar(torch.ones(()).double(), -angles)
-    assert moved.k.dtype == torch.bfloat16 and (layer.angle_proj.bias == 0).all()
+    exact = exact * torch.polar(torch.ones(()).double(), -turned)
+    assert moved.k.dtype == torch.bfloat16
     # One rounding of the result to bfloat16; the angles add nothing that shows.
     torch.testing.assert_close(
         moved.k.double(), torch.cat([exact.real, exact.imag], -1), rtol=2.0**-8, atol=1e-5
     )
+
+
+def test_learned_rotations_start_as_rope() -> None:
+    x, q, k, v, chunk = inputs()
+    chunk = replace(chunk, token_ids=torch.randint(0, 50, (2, 7)))
+    config = replace(CONFIG, transport="accumulated_rotation", vocab_size=50, rope_theta=300.0)
+    for frequencies in (None, [1.0, 0.5, 0.2, 0.0]):
+        config = replace(config, rope_frequencies=frequencies)
+        rope = Rotary(config)(x, q, k, v, chunk)
+        moved = AccumulatedRotation(config)(x, q, k, v, chunk)
+        scores = [torch.einsum("bigd,bjhd->bghij", z.q, z.k) for z in (moved, rope)]
+        torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-5)
 
 
 def test_the_delta_rule_is_its_formula() -> None:

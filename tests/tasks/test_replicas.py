@@ -20,6 +20,7 @@ CASES = [
     ("fox", {"output_norm": True}),
     ("stick_breaking", {}),
     ("rotation_learned_qkv", {}),
+    ("rotation_learned", {"rotation_angles": "learned_state"}),
     ("rotation_token", {}),
     ("delta_net", {}),
     ("path_linear", {}),
