@@ -72,10 +72,27 @@ def test_gradients_repeat(encoding):
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("asked", ["0", "1"])
+@pytest.mark.parametrize("size", [(64, 64), (128, 128)], ids=str)
+def test_short_documents(size, asked, monkeypatch):
+    """Of two blocks at most: zeros were read, now and then, before other threads had written them.
+    Many programs, many times; what was not written is NaN."""
+    monkeypatch.setenv("PATH_ATTENTION_HOPPER", asked)
+    lengths = [128, 64, 0, 65] * 32
+    options = {"cu_seqlens": torch.tensor([0, *lengths], device=DEVICE).cumsum(0)}
+    x = make("path_fox", sum(lengths), size=size, heads=(3, 3))
+    check(x, **options)
+    first = run(x, "triton", **options).named()
+    for _ in range(50):
+        again = run(x, "triton", **options).named()
+        assert all(torch.equal(value, again[name]) for name, value in first.items())
+
+
 @pytest.mark.slow
-def test_a_thousand_shapes_without_a_hang():
-    """Beside the portable kernels, in a process that ends itself where one shape takes a minute."""
+def test_a_thousand_shapes():
+    """By both kernels, in a process that ends itself where one shape takes a minute."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(HERE / "hopper_shapes.py"), "0", "1000"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
+    assert done.returncode == 0, done.stdout[-200:] + done.stderr[-4000:]
