@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,16 +117,25 @@ class PrefixStore:
 
     def get(self, ids: Tensor) -> Cache | None:
         """A cache of the longest prefix of ids `[1, T]` that is kept, the caller's own; or None."""
-        if not self._unit:
-            return None
-        for key in reversed(self._chain(ids, ids.shape[1])):
-            if key in self._places:
-                name, length = self._places[key]
-                self._touch(key)
-                cache = self._open(self._entries[name])
-                crop_cache(cache, length)
-                return cache
-        return None
+        key, _ = self.find(self.keys(ids))
+        return None if key is None else self.open(key)
+
+    def keys(self, ids: Tensor) -> list[bytes]:
+        """The keys of the prefixes of ids `[1, T]` that end at borders; none before a `put`."""
+        return self._chain(ids, ids.shape[1]) if self._unit else []
+
+    def find(self, keys: Sequence[bytes]) -> tuple[bytes | None, int]:
+        """The last of the keys whose prefix is kept, and that prefix's length; None and 0."""
+        key = next((key for key in reversed(keys) if key in self._places), None)
+        return key, 0 if key is None else self._places[key][1]
+
+    def open(self, key: bytes) -> Cache:
+        """A cache of the kept prefix of a key, the caller's own."""
+        name, length = self._places[key]
+        self._touch(key)
+        cache = self._open(self._entries[name])
+        crop_cache(cache, length)
+        return cache
 
     def prefill(self, ids: Tensor) -> Cache:
         """A cache of ids `[1, T]` without the last token: what is kept, and the rest computed.

@@ -6,18 +6,26 @@ of which the sealed part never changes, so it can be shared, forked, stored and 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from path_attention.nn.cache_state import (
+    INPUTS,
+    set_forget,
+    set_matrices,
+    set_products,
+    write_tokens,
+)
 from path_attention.nn.cache_storage import Buffers, lasting, sums_behind
 from path_attention.nn.cache_units import SealedUnits
 from path_attention.nn.encoding import Chunk
 from path_attention.ops.decode import (
     STEP,
+    DecodeState,
     KeyGroup,
     Past,
     decode_attention,
@@ -29,6 +37,7 @@ from path_attention.ops.path import path_attention
 from path_attention.ops.transport import chunk_transport
 
 _MASK_AT_ONCE = 2**24  # elements of a mask that SDPA is given
+_Self = TypeVar("_Self", bound="LayerCache")
 
 
 class LayerCache(SealedUnits):
@@ -264,6 +273,71 @@ class LayerCache(SealedUnits):
         keys = tail["moved"] if "w" in tail.buffers else tail["k"]
         now = KeyGroup(keys, tail["v"], decay=decay, valid=tail.get("valid"))
         return Past(tuple(groups), now, self._transition, total)
+
+    # --- Rows, and tensors of fixed size --------------------------------------------------------
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether any column may be padding."""
+        stored = (group.storage.tokens for group in self.groups)
+        return any("valid" in tokens for tokens in (*stored, self.tail.buffers))
+
+    @lasting()
+    def row(self: _Self, n: int, length: int) -> _Self:
+        """A cache of row n alone, of its first `length` columns, none of which is padding.
+
+        As if the row had come alone. What all rows share stays shared, the rest is the row's own.
+        Raises ValueError as `crop`.
+        """
+        other = self.fork()
+        other.check_crop(length)
+        other.groups = [group.row(n) for group in other.groups]
+        other.tail.keep_row(n)
+        other._map(lambda x: x[n : n + 1])
+        other._take_back(length)
+        return other
+
+    def lay_into(self, state: DecodeState) -> None:
+        """Lay what was seen into an empty state of as many rows."""
+        at = 0
+        for n, group in enumerate(self.groups):
+            stop = at + group.count
+            tokens = {"keys": state.keys, "values": state.values, "decay": state.fade}
+            for name, to in tokens.items():
+                x = group.read_rows(name)
+                if x is not None and to is not None:
+                    to[:, :, at:stop] = x.transpose(1, 2)
+            valid = group.read_rows("valid")
+            if valid is not None and state.valid is not None:
+                state.valid[:, at:stop] = valid
+            if self.kind == "moved":
+                self._lay_tables(state, n, slice(at // self.unit, stop // self.unit))
+            at = stop
+        if self.kind == "moved" and self.tail.length:
+            tail = {name: self.tail[name] for name in self.tail.names() if name in INPUTS}
+            write_tokens(state, tail, at)
+        state.seen.fill_(self.seen)
+
+    def _lay_tables(self, state: DecodeState, n: int, units: slice) -> None:
+        group, last = self.groups[n], n == len(self.groups) - 1
+        suffix, fade = (
+            x if x is None or group.rows is None else x.index_select(0, group.rows)
+            for x in (group.suffix, group.fade)
+        )
+        if suffix is not None:
+            if not last and self._after is not None:
+                suffix = suffix @ self._after[:, n, None]
+            set_matrices(state, units, suffix)
+            transitions = group.read_units("transition", self.unit)
+            assert transitions is not None
+            set_products(state, units, transitions)
+        if fade is not None and state.unit_fade is not None:
+            if not last and self._fade is not None:
+                fade = fade + self._fade[:, n, None]
+            state.unit_fade[:, units] = fade
+            forget = group.read_units("forget", self.unit)
+            assert forget is not None
+            set_forget(state, units, forget)
 
 
 def _as_constant(x: Tensor) -> Tensor:

@@ -109,6 +109,20 @@ class Group:
             return Group(storage, self.count)
         return replace(self, rows=rows if self.rows is None else self.rows.index_select(0, rows))
 
+    def row(self, n: int) -> Group:
+        """Row n of the batch: by reference where all rows read one, else a copy without padding."""
+        if self.rows is not None and len(self.storage.tokens["keys"]) == 1:
+            return replace(self.fork(), rows=None)
+        rows = slice(n, n + 1) if self.rows is None else self.rows[n : n + 1]
+        storage = Storage()
+        for name, x in self.storage.tokens.items():
+            if name != "valid":
+                storage.tokens[name] = _copy(x[rows, : self.count])
+        for name, x in self.storage.units.items():
+            storage.units[name] = _copy(x[rows])
+        suffix, fade = (None if x is None else _copy(x[rows]) for x in (self.suffix, self.fade))
+        return Group(storage, self.count, suffix=suffix, fade=fade)
+
     def move(self, device: torch.device) -> None:
         """Take storage and tables to a device."""
         self.storage.move(device)
@@ -185,6 +199,12 @@ class Tail:
     def select(self, rows: Tensor) -> None:
         for name in self.buffers:
             self.set(name, self.buffers[name].index_select(0, rows))
+
+    def keep_row(self, n: int) -> None:
+        """Keep row n of the batch by reference, and let go of what says where its padding is."""
+        rows = slice(n, n + 1)
+        self.buffers = {name: x[rows] for name, x in self.buffers.items() if name != "valid"}
+        self.lent = set(self.buffers)
 
     def fork(self) -> Tail:
         """The same tokens for another cache: who writes a buffer first makes its own."""

@@ -425,7 +425,8 @@ class SealedUnits:
         if self.lengths is None:
             return
         rows = rows.to(self.lengths.device)
-        if rows.tolist() == list(range(len(self.lengths))):
+        same = len(rows) == len(self.lengths)
+        if same and rows.tolist() == list(range(len(rows))):
             return
         last = len(self.groups) - 1
         self.groups = [

@@ -19,9 +19,6 @@ from path_attention.nn.cache_state import (
     places,
     read_tokens,
     rebuild_tables,
-    set_forget,
-    set_matrices,
-    set_products,
     set_tail,
     write_tokens,
 )
@@ -130,12 +127,8 @@ class StaticLayerCache(LayerCache):
         if self.kind == "linear":
             raise ValueError("cache: expected the softmax normalizer with a static cache")
         with lasting():
-            state, done = self._settle_groups()
-            if self.kind == "moved" and self.tail.length:
-                write_tokens(
-                    state, {n: self.tail[n] for n in self.tail.names() if n in INPUTS}, done
-                )
-            state.seen.fill_(self.seen)
+            state = self._make_for_past()
+            self.lay_into(state)
             lengths, self._kept_from = self._lengths, self.sealed
             self._allocate(state)
             self._settle_records()
@@ -207,8 +200,8 @@ class StaticLayerCache(LayerCache):
         self.state, self._lengths, self.placed = state, None, object()
         self.room = state.keys.shape[2]
 
-    def _settle_groups(self) -> tuple[DecodeState, int]:
-        """A state with the sealed units, and how many tokens they are."""
+    def _make_for_past(self) -> DecodeState:
+        """An empty state for what was seen."""
         stored = [group.storage.tokens for group in self.groups] or [self.tail.buffers]
         named = {"k": "keys", "v": "values"} if self.groups else {"k": "k", "v": "v"}
         B = len(self._lengths) if self._lengths is not None else 1
@@ -222,44 +215,33 @@ class StaticLayerCache(LayerCache):
         if (w := self.tail.get("w")) is not None:
             self._factors = _factors(w)
         state = self._make(k, v, heads, moves, decay is not None)
-        if any("valid" in tokens for tokens in stored) or "valid" in self.tail.buffers:
-            state = state._replace(valid=_all_valid(state))
-        at = 0
-        for n, group in enumerate(self.groups):
-            stop = at + group.count
-            tokens = {"keys": state.keys, "values": state.values, "decay": state.fade}
-            for name, to in tokens.items():
-                x = group.read_rows(name)
-                if x is not None and to is not None:
-                    to[:, :, at:stop] = x.transpose(1, 2)
-            valid = group.read_rows("valid")
-            if valid is not None and state.valid is not None:
-                state.valid[:, at:stop] = valid
-            if self.kind == "moved":
-                self._settle_tables(state, n, slice(at // self.unit, stop // self.unit))
-            at = stop
-        return state, at
+        return state._replace(valid=_all_valid(state)) if self.has_padding else state
 
-    def _settle_tables(self, state: DecodeState, n: int, units: slice) -> None:
-        group, last = self.groups[n], n == len(self.groups) - 1
-        suffix, fade = (
-            x if x is None or group.rows is None else x.index_select(0, group.rows)
-            for x in (group.suffix, group.fade)
-        )
-        if suffix is not None:
-            if not last and self._after is not None:
-                suffix = suffix @ self._after[:, n, None]
-            set_matrices(state, units, suffix)
-            transitions = group.read_units("transition", self.unit)
-            assert transitions is not None
-            set_products(state, units, transitions)
-        if fade is not None and state.unit_fade is not None:
-            if not last and self._fade is not None:
-                fade = fade + self._fade[:, n, None]
-            state.unit_fade[:, units] = fade
-            forget = group.read_units("forget", self.unit)
-            assert forget is not None
-            set_forget(state, units, forget)
+    def seat(self, row: int, source: LayerCache) -> None:
+        """Make a row what a cache of one row has seen, which stays as it is.
+
+        Rows then differ in length, which `seen` doesn't tell: the caller minds the room. Raises
+        ValueError where tokens can be taken back, on a source of several rows or with padding, and
+        on one that is too long.
+        """
+        if self.croppable:
+            raise ValueError(
+                "cache: expected one made with croppable=False to seat rows, got croppable=True"
+            )
+        rows = 1 if source.lengths is None else len(source.lengths)
+        if rows != 1 or source.has_padding or source.seen > self.room:
+            raise ValueError(
+                f"source: expected one row of at most {self.room} tokens without padding, got "
+                f"{rows} of {source.seen} columns"
+            )
+        state = self._settled
+        views = {name: x[row : row + 1] for name, x in state.tensors().items()}
+        with lasting():
+            for x in views.values():  # what another left is no number, if it failed
+                x.zero_()
+            source.lay_into(state._replace(**views))
+            for name, x in self.before.items():
+                x[row] = source.before[name][0] if name in source.before else 0
 
     def _hide(self, valid: Tensor | None) -> DecodeState:
         """The state, which minds padding from the first chunk with some on."""

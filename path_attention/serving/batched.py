@@ -37,12 +37,21 @@ _MEASURE_EVERY = 0.5  # seconds
 
 @dataclass(eq=False)
 class Prompt:
-    """A prompt that is read, all but its last token, piece by piece."""
+    """A prompt that is read, all but its last token, piece by piece.
+
+    cache: None until its turn comes: what is kept of it may be found by then.
+    keys: of its prefixes, once the store can tell.
+    """
 
     ticket: Ticket
-    ids: Tensor  # [1, T − 1]
-    cache: Cache
+    ids: Tensor  # [1, T − 1], on the host
+    cache: Cache | None = None
     draft: Cache | None = None
+    keys: list[bytes] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        return self.ids.shape[1]
 
 
 @dataclass(eq=False)
@@ -93,6 +102,7 @@ class BatchedEngine(Engine):
         self.store = PrefixStore(model, max_bytes=size) if size else None
         models = [model] if draft is None else [model, draft]
         self.cache_bytes = settings.cache_bytes or default_cache_bytes(model.device)
+        self.prefill_tokens = settings.prefill_tokens or default_prefill_tokens(model.device)
         self._costs = [cache_cost(x) for x in models]
         self._prompts: list[Prompt] = []
         self._rows: list[Row] = []
@@ -129,20 +139,9 @@ class BatchedEngine(Engine):
         return rows <= self.settings.max_rows and bytes_ <= self.cache_bytes
 
     def admit(self, ticket: Ticket) -> None:
-        request = ticket.request
-        ids = torch.tensor([request.prompt[:-1]], device=self.model.device, dtype=torch.int64)
-        cache = None
-        if self.store is not None and not request.prompt_logprobs:
-            self.metrics.prefix_lookups.inc()
-            cache = self.store.get(ids)
-        if cache is not None:
-            ticket.cached_tokens = cache.get_seq_length()
-            self.metrics.prefix_hits.inc()
-            self.metrics.prefix_tokens.inc(ticket.cached_tokens)
-        else:
-            cache = DynamicCache(config=self.model.config)
+        ids = torch.tensor([ticket.request.prompt[:-1]], dtype=torch.int64)
         draft = None if self.draft is None else self.draft.new_cache()
-        self._prompts.append(Prompt(ticket, ids, cache, draft))
+        self._prompts.append(Prompt(ticket, ids, draft=draft))
 
     def release(self, ticket: Ticket) -> None:
         self._prompts = [p for p in self._prompts if p.ticket is not ticket]
@@ -153,23 +152,51 @@ class BatchedEngine(Engine):
     @torch.no_grad()
     def step(self) -> None:
         if self._prompts:
-            prompt = self._prompts.pop(0)
-            with self.blame([prompt.ticket]):
-                if self._read(prompt):
-                    self._begin(prompt)
-                else:
-                    self._prompts.append(prompt)  # prompts take turns
+            self._read_next()
         if self._rows:
             with self.blame([row.answer.ticket for row in self._rows]):
                 self._write()
         if time.monotonic() > self._measured + _MEASURE_EVERY:
             self.measure()
 
+    def _read_next(self) -> None:
+        """Go on with the prompts, by a piece; their answers begin once they are read."""
+        prompt = self._prompts.pop(0)
+        with self.blame([prompt.ticket]):
+            if self._read(prompt):
+                self._begin(prompt)
+            else:
+                self._prompts.append(prompt)  # prompts take turns
+
+    def _find(self, prompt: Prompt) -> tuple[bytes | None, int]:
+        """The key of the longest prefix that is kept of a prompt, and its length; None and 0."""
+        if self.store is None or prompt.ticket.request.prompt_logprobs:
+            return None, 0
+        prompt.keys = prompt.keys or self.store.keys(prompt.ids)
+        return self.store.find(prompt.keys)
+
+    def _open(self, prompts: Sequence[Prompt]) -> Cache:
+        """A cache of what is kept of prompts that share all of that."""
+        key, _ = self._find(prompts[0])
+        if self.store is not None and key is not None:
+            cache = self.store.open(key)
+        else:
+            cache = DynamicCache(config=self.model.config)
+        for prompt in prompts:
+            request = prompt.ticket.request
+            prompt.ticket.cached_tokens = cache.get_seq_length()
+            self.metrics.prefix_lookups.inc(self.store is not None and not request.prompt_logprobs)
+            self.metrics.prefix_hits.inc(key is not None)
+            self.metrics.prefix_tokens.inc(prompt.ticket.cached_tokens)
+        return cache
+
     def _read(self, prompt: Prompt) -> bool:
         """Compute a piece of a prompt; returns whether that was all."""
-        size, done = self.settings.prefill_tokens, True
+        size, done, device = self.prefill_tokens, True, self.model.device
+        if prompt.cache is None:
+            prompt.cache = self._open([prompt])
         seen = prompt.cache.get_seq_length()
-        piece = prompt.ids[:, seen : seen + size]
+        piece = prompt.ids[:, seen : seen + size].to(device)
         if piece.shape[1]:
             whole = prompt.ticket.request.prompt_logprobs
             logits = self.model(
@@ -177,13 +204,13 @@ class BatchedEngine(Engine):
             ).logits
             if whole:
                 self._tell_prompt(prompt.ticket, logits[0], seen)
-            done = seen + piece.shape[1] == prompt.ids.shape[1]
+            done = seen + piece.shape[1] == prompt.length
         if self.draft is not None and prompt.draft is not None:
             behind = prompt.draft.get_seq_length()
-            piece = prompt.ids[:, behind : behind + size]
+            piece = prompt.ids[:, behind : behind + size].to(device)
             if piece.shape[1]:
                 self.draft.read(prompt.draft, piece)
-            done = done and behind + piece.shape[1] == prompt.ids.shape[1]
+            done = done and behind + piece.shape[1] == prompt.length
         return done
 
     def _tell_prompt(self, ticket: Ticket, logits: Tensor, seen: int) -> None:
@@ -194,23 +221,26 @@ class BatchedEngine(Engine):
 
     def _begin(self, prompt: Prompt) -> None:
         """A prompt is read: keep it, and write its answers."""
-        ticket = prompt.ticket
-        if self.store is not None and prompt.ids.shape[1]:
-            self.store.put(prompt.ids, prompt.cache)
+        ticket, read = prompt.ticket, prompt.cache
+        assert read is not None
+        self._keep(prompt)
         for answer in ticket.answers:
             answer.begin()
         if ticket.request.max_tokens == 0:
             for answer in ticket.answers:
                 answer.end()
             return
-        caches = [fork_cache(prompt.cache) for _ in ticket.answers[1:]]
+        caches = [fork_cache(read) for _ in ticket.answers[1:]]
         drafts: list[Cache | None] = [None] * len(ticket.answers)
         if prompt.draft is not None:
             drafts = [*(fork_cache(prompt.draft) for _ in caches), prompt.draft]
-        for answer, cache, draft in zip(
-            ticket.answers, [*caches, prompt.cache], drafts, strict=True
-        ):
+        for answer, cache, draft in zip(ticket.answers, [*caches, read], drafts, strict=True):
             self._rows.append(Row(answer, cache, draft))
+
+    def _keep(self, prompt: Prompt) -> None:
+        """Keep what was read of a prompt as a prefix of others."""
+        if self.store is not None and prompt.cache is not None and prompt.length:
+            self.store.put(prompt.ids, prompt.cache)
 
     def _write(self) -> None:
         """A step of every answer: one token, or as many of a proposal as are accepted."""
@@ -293,6 +323,12 @@ class BatchedEngine(Engine):
 def default_cache_bytes(device: torch.device) -> int:
     """Half of what is free on a GPU; 4 GiB on a CPU."""
     return torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 2**32
+
+
+def default_prefill_tokens(device: torch.device) -> int:
+    """As many as keep a GPU busy for as long as the host takes to launch their kernels; 512 on a
+    CPU, whose time grows with their number."""
+    return 8192 if device.type == "cuda" else 512
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from path_attention.models.cache import CACHE_NAME, fork_cache
+from path_attention.models.cache import CACHE_NAME, layer_caches
 from path_attention.models.modeling import PathAttentionForCausalLM
 from path_attention.models.static_cache import StaticPathCache, StaticPathCacheLayer, StepGraph
 from path_attention.nn.cache_units import memory
@@ -21,6 +21,8 @@ from path_attention.serving.answer import Ticket
 from path_attention.serving.batched import BatchedEngine, Prompt, Row
 from path_attention.serving.request import Request
 from path_attention.serving.settings import Settings
+from path_attention.serving.together import read_together, suit
+from path_attention.serving.warm import read_every_kind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,7 +37,7 @@ class Slots:
     depend on how many others there are. No row takes tokens back, so nothing is kept for that.
 
     Attributes:
-        rows: how many; room: tokens of each.
+        rows: how many; room: tokens of each; unit: the shortest that a layer seals.
         bytes: what they take, whoever sits there.
     """
 
@@ -49,6 +51,7 @@ class Slots:
         self._ids = torch.zeros(rows, 1, dtype=torch.int64, device=model.device)
         self._step_as_it_is()
         self.room = self._layers[0].room
+        self.unit = min(layer.unit for layer in self._layers)
         self.bytes = memory(self._layers)
         self._graph = None
         if model.device.type == "cuda":
@@ -67,23 +70,9 @@ class Slots:
     def seat(self, cache: Cache) -> int:
         """Copy a cache of one row to a free one, and say which."""
         row = self.free[0]
-        for layer, source in zip(self._layers, self._settled(cache), strict=True):
-            for to, x in zip(_row_tensors(layer), _row_tensors(source), strict=True):
-                # Ends of rows hold what nobody reads: the shorter source is enough.
-                to[row].copy_(x[0])
+        for layer, source in zip(self._layers, layer_caches(cache, len(cache.layers)), strict=True):
+            layer.seat(row, source)
         return self.free.pop(0)  # at the end: it stays free if something fails
-
-    def _settled(self, cache: Cache) -> Sequence[StaticPathCacheLayer]:
-        """Layers of fixed size with what a cache that grows has."""
-        layers = []
-        for own, source in zip(self._layers, fork_cache(cache).layers, strict=True):
-            layer = StaticPathCacheLayer(own.room, croppable=own.croppable)
-            kept = dict(vars(source))
-            layer.lengths = kept.pop("lengths")
-            vars(layer).update(kept)
-            layer.settle()
-            layers.append(layer if layer.state is not None else _empty_like(own))
-        return layers
 
     def leave(self, row: int) -> None:
         """Give a row back."""
@@ -106,23 +95,6 @@ class Slots:
         graph = self._graph
         logits = self._step_as_it_is() if graph is None else graph.replay(self._ids)
         return logits[:, 0]
-
-
-def _row_tensors(layer: StaticPathCacheLayer) -> list[Tensor]:
-    """All that a layer keeps of its rows, in one order."""
-    assert layer.state is not None
-    named = [*sorted(layer.state.tensors().items()), *sorted(layer.before.items())]
-    return [x for _, x in named]
-
-
-def _empty_like(layer: StaticPathCacheLayer) -> StaticPathCacheLayer:
-    """A layer of one row that has seen nothing."""
-    other = StaticPathCacheLayer(layer.room, croppable=layer.croppable)
-    assert layer.state is not None
-    empty: Any = {name: torch.zeros_like(x[:1]) for name, x in layer.state.tensors().items()}
-    other.state = layer.state._replace(**empty)
-    other.before = {name: torch.zeros_like(x[:1]) for name, x in layer.before.items()}
-    return other
 
 
 class SlotEngine(BatchedEngine):
@@ -151,6 +123,9 @@ class SlotEngine(BatchedEngine):
                 f"a prompt that is read, got {self.cache_bytes}; or fewer max_prompt_tokens"
             )
         self.slots = Slots(model, rows, room)
+        self._unkept: list[Prompt] = []  # read, but not yet among the prefixes
+        if model.device.type == "cuda":
+            read_every_kind(model)
 
     def _reading(self, tokens: int) -> int:
         """Bytes of a prompt's cache while it is read."""
@@ -179,6 +154,53 @@ class SlotEngine(BatchedEngine):
             if row.answer.ticket is ticket:
                 self._leave(row)
         super().release(ticket)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        super().step()
+        unkept, self._unkept = self._unkept, []
+        for prompt in unkept:  # their first tokens are on their way
+            with self.blame([prompt.ticket]):
+                super()._keep(prompt)
+
+    def _keep(self, prompt: Prompt) -> None:
+        self._unkept.append(prompt)
+
+    def _read_next(self) -> None:
+        some = self._read_as_one()
+        if len(some) == 1:
+            super()._read_next()
+            return
+        self._prompts = [prompt for prompt in self._prompts if prompt not in some]
+        with self.blame([prompt.ticket for prompt in some]):
+            cache = self._open(some)
+            start = cache.get_seq_length()
+            rests = [prompt.ids[0, start:].tolist() for prompt in some]
+            caches = read_together(self.model, cache, rests)
+            for prompt, prompt.cache in zip(some, caches, strict=True):
+                with self.blame([prompt.ticket]):
+                    self._begin(prompt)
+
+    def _read_as_one(self) -> list[Prompt]:
+        """The next prompt, and those that can be read to their ends beside it, from the same start.
+
+        Long prompts fill a GPU; of short ones launches are what takes time.
+        """
+        first, *others = self._prompts
+        (key, start), some = self._find(first), [first]
+        sizes = [first.length - start]
+        if first.cache is not None or not sizes[0] or first.ticket.request.prompt_logprobs:
+            return some
+        for prompt in others:
+            size = prompt.length - start
+            if prompt.cache is not None or prompt.ticket.request.prompt_logprobs:
+                continue
+            if suit(sizes, size, self.slots.unit, self.prefill_tokens) and (
+                self._find(prompt)[0] == key
+            ):
+                some.append(prompt)
+                sizes.append(size)
+        return some
 
     def _leave(self, row: Row) -> None:
         if row.slot is not None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-from small_server import Asked, gauge, make_ids, make_model, wait_for
+from small_server import GREEDY, Asked, gauge, make_ids, make_model, wait_for
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from path_attention.models.cache import CACHE_NAME
-from path_attention.models.static_cache import StaticPathCache, steps_lack
-from path_attention.nn.cache_units import memory
+from path_attention.models.cache import CACHE_NAME, layer_caches
+from path_attention.models.static_cache import StaticPathCache, StaticPathCacheLayer, steps_lack
+from path_attention.nn.cache_units import memory, storages
+from path_attention.serving.answer import Answer, Ticket
 from path_attention.serving.batched import BatchedEngine
 from path_attention.serving.command import make_engine
-from path_attention.serving.request import Refused
+from path_attention.serving.request import Refused, Request
 from path_attention.serving.settings import Settings
 from path_attention.serving.slots import SlotEngine, Slots
 
@@ -105,10 +109,107 @@ def run(engine: SlotEngine, monkeypatch) -> None:
 @interpreted
 def test_a_row_stays_free_where_a_copy_fails(monkeypatch) -> None:
     slots = Slots(make_model("rope", num_hidden_layers=1), 2, 60)
-    monkeypatch.setattr(slots, "_settled", lambda cache: 1 / 0)
+    monkeypatch.setattr(StaticPathCacheLayer, "seat", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         slots.seat(prefill(slots.model, make_ids(3)))
     assert slots.free == [0, 1]
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that is made."""
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.known, self.bytes = storages(known), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        made = storages(x for x in (out,) if isinstance(x, torch.Tensor))
+        self.bytes = max(self.bytes, 0, *(n for at, n in made.items() if at not in self.known))
+        return out
+
+
+@interpreted
+def test_a_row_is_taken_without_another_of_its_size() -> None:
+    """What is copied is what the prompt has, and no row is made for it first."""
+    slots = Slots(make_model("path", num_hidden_layers=1), 2, 20_000)
+    cache = prefill(slots.model, make_ids(200))
+    state: Any = slots.cache.layers[0].state  # pyright: ignore[reportAttributeAccessIssue]
+    for x in state.tensors().values():  # what a request that failed may leave
+        x[0] = torch.nan if x.is_floating_point() else 0
+    with Largest([*state.tensors().values(), *layer_caches(cache, 1)[0].tensors()]) as largest:
+        assert slots.seat(cache) == 0
+    assert 0 < largest.bytes < state.keys[0].nbytes / 4
+    assert all(x[0].isfinite().all() for x in state.tensors().values())
+
+
+def test_seating_refuses_what_does_not_fit() -> None:
+    """Several rows, padding, too many tokens, and a cache that is to be cropped."""
+    model = make_model("path", num_hidden_layers=1)
+    (source,) = layer_caches(prefill(model, make_ids(200)), 1)
+    for layer, match in (
+        (StaticPathCacheLayer(300), "croppable=False to seat rows, got croppable=True"),
+        (StaticPathCacheLayer(100, croppable=False), "at most 100 tokens .* got 1 of 200"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            layer.seat(0, source)
+    layer, mask = StaticPathCacheLayer(300, croppable=False), torch.ones(1, 9)
+    mask[0, -2:] = 0
+    with torch.no_grad():
+        padded = model(torch.full((1, 9), 5), attention_mask=mask)[CACHE_NAME]
+    source.select(torch.tensor([0, 0]))
+    for given in (source, *layer_caches(padded, 1)):
+        with pytest.raises(ValueError, match="source: expected one row"):
+            layer.seat(0, given)
+
+
+def admit(engine: SlotEngine, prompt: list[int], deliver=lambda piece: None) -> Ticket:
+    """Let a request in on this thread, to be stepped by hand."""
+    ticket = Ticket(
+        Request(prompt=prompt, max_tokens=2, sampling=GREEDY, deliver=deliver), math.inf
+    )
+    ticket.answers = [Answer(ticket, 0, engine.tokenizer, engine.ends)]
+    engine.running.append(ticket)
+    engine.admit(ticket)
+    return ticket
+
+
+@interpreted
+def test_short_prompts_are_read_together(tokenizer, monkeypatch) -> None:
+    """As many as fit into a piece; kept once their first tokens are delivered."""
+    model = make_model("path", num_hidden_layers=1, hidden_size=16, num_attention_heads=1)
+    limits = {"max_prompt_tokens": 220, "max_output_tokens": 4, "max_rows": 5}
+    engine = SlotEngine(model, tokenizer, Settings(**limits, prefill_tokens=200))
+    read, order, store = [], [], engine.store
+    assert store is not None
+    model.register_forward_pre_hook(
+        lambda module, args: read.append(tuple(args[0].shape)) if args[0].shape[1] > 1 else None
+    )
+    put = store.put
+    monkeypatch.setattr(store, "put", lambda *args: (order.append("kept"), put(*args))[1])
+
+    def finish() -> None:
+        while any(answer.finish is None for t in engine.running for answer in t.answers):
+            engine.step()
+        engine._retire()
+
+    prompts = [make_ids(n, seed=n) for n in (40, 50, 30, 60, 2)]
+    answers = [admit(engine, prompt, order.append).answers[0] for prompt in prompts]
+    engine.step()
+    assert read == [(4, 49)] and order[0] != "kept" and order.count("kept") == 4
+    finish()
+    assert read == [(4, 49), (1, 59)]
+    for answer, prompt in zip(answers, prompts, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([answer.ids]), use_cache=False).logits[0]
+        assert answer.tokens == logits[len(prompt) - 1 : -1].argmax(1).tolist()
+    admit(engine, make_ids(200))
+    finish()
+    del read[:]
+    begun = [admit(engine, make_ids(200)[:n]) for n in (140, 150)]
+    engine.step()
+    assert read == [(2, 21)]
+    assert [ticket.cached_tokens for ticket in begun] == [128, 128]
 
 
 @interpreted
@@ -152,3 +253,17 @@ def test_an_engine_of_rows_under_graphs(make, monkeypatch) -> None:
     engine = make(make_model().to("cuda"), max_rows=2)
     assert isinstance(engine, SlotEngine)
     run(engine, monkeypatch)
+
+
+@pytest.mark.gpu
+def test_no_request_waits_for_a_kernel_to_be_compiled(make) -> None:
+    from path_attention.ops.triton.decode_kernels import units_kernel
+
+    engine = make(make_model("path_fox", dtype=torch.bfloat16).to("cuda"), max_rows=4)
+    compiled = [len(held[0]) for held in units_kernel.device_caches.values()]
+    shared = make_ids(700)
+    for size in (1, 40, 3, 300):
+        asked = [Asked(engine, [*shared, *make_ids(size, seed=n)], 2) for n in range(3)]
+        for one in asked:
+            one.wait()
+    assert compiled == [len(held[0]) for held in units_kernel.device_caches.values()]
