@@ -20,6 +20,7 @@ from path_attention.models.configuration import PathAttentionConfig
 from path_attention.models.padding import Rows, in_two
 from path_attention.models.prefix_store import PrefixStore
 from path_attention.models.static_cache import StaticPathCache
+from path_attention.nn.angles import AngleTable
 from path_attention.nn.attention import Attention, count_positions
 from path_attention.nn.cache import LayerCache
 from path_attention.nn.encoding import Decay, Transport
@@ -99,6 +100,14 @@ class PathAttentionPreTrainedModel(PreTrainedModel):
             nn.init.ones_(module.weight)
         elif isinstance(module, (Transport, Decay)):
             module.reset_parameters(std)
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """As transformers has it; layers' tables of angles get as many rows."""
+        embedding = cast(nn.Embedding, super().resize_token_embeddings(*args, **kwargs))
+        for module in self.modules():
+            if isinstance(module, AngleTable):
+                module.resize(embedding.num_embeddings)
+        return embedding
 
 
 class PathAttentionModel(PathAttentionPreTrainedModel):

@@ -20,6 +20,14 @@ class AngleTable(nn.Embedding):
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
 
+    def resize(self, rows: int) -> None:
+        """Keep the first rows; new ones are zero."""
+        kept, old = min(rows, self.num_embeddings), self.weight
+        new = old.new_zeros(rows, self.embedding_dim)
+        new[:kept] = old.detach()[:kept]
+        self.weight = nn.Parameter(new, requires_grad=old.requires_grad)
+        self.num_embeddings = rows
+
 
 class LearnedAngles(nn.Module):
     """The angle of each pair of a key head that a token turns the route by, in float32.
@@ -27,17 +35,16 @@ class LearnedAngles(nn.Module):
         θ_t = π tanh(u_t) − ω,   u_t = E[token t]               rotation_angles "learned_token"
                                  u_t = (A x_t + a) / width      rotation_angles "learned_state"
 
-    E is zero at the start and A small, so a model starts as RoPE, whose angles a step are ω, and
-    any pair can be turned back or by half a turn. What a token's angle changes by reaches every
-    pair of tokens that it lies between, in one direction for a whole route. Adam moves a weight by
-    up to its rate η a step: an angle of E by π η, and an angle A x_t + a of its own by η ‖x_t‖₁,
-    a route of 512 tokens at width 384 and η = 2e-3 then by 50 turns a step. Such a model never
-    learns to attend: its angles' gradient is nearly all of the clipped norm (docs/log.md). Hence
-    the division by the width, after which A moves u as E does.
+    E is zero at the start and A small: a model starts as RoPE, whose angle a step is ω
+    (`Frequencies`). What a token's angle changes by adds up along a route, and reaches every pair
+    of tokens that it lies between. Adam moves a weight by up to its rate η a step, an angle of E
+    thus by π η, but an angle A x_t + a by η ‖x_t‖₁: a route of 512 tokens, at width 384 and
+    η = 2e-3, by 50 turns a step. Such a model does not learn to attend, and its angles' gradient is
+    nearly all of the norm that is clipped. Hence the division by the width: A moves u as E does.
 
-    "learned_token" is what arXiv 2606.24975 calls learned token-dependent rotations, by the numbers
-    of its author's notes; where angles come from hidden states they learn to tell the place, and
-    hold less far. It costs vocab_size · H · D/2 parameters a layer, and no products.
+    The form of "learned_token" is that of the public notes of the author of arXiv 2606.24975, which
+    has no more than that angles depend on tokens. Angles of hidden states learn to tell the place,
+    too, and hold less far. A table costs vocab_size · H · D/2 parameters a layer, and no products.
     """
 
     def __init__(self, config: AttentionConfig, heads: int, pairs: int) -> None:
