@@ -42,9 +42,10 @@ class LearnedAngles(nn.Module):
     η = 2e-3, by 50 turns a step. Such a model does not learn to attend, and its angles' gradient is
     nearly all of the norm that is clipped. Hence the division by the width: A moves u as E does.
 
-    The form of "learned_token" is that of the public notes of the author of arXiv 2606.24975, which
-    has no more than that angles depend on tokens. Angles of hidden states learn to tell the place,
-    too, and hold less far. A table costs vocab_size · H · D/2 parameters a layer, and no products.
+    arXiv 2606.24975 says no more than that angles depend on tokens. The form of "learned_token" is
+    that of its author's notes (mahesh-godavarti/slotbasedembeddings, experiments/pos_agnostic),
+    where angles of hidden states learn to tell the place, too, and hold less far. A table costs
+    vocab_size · H · D/2 parameters a layer, and no products.
     """
 
     def __init__(self, config: AttentionConfig, heads: int, pairs: int) -> None:

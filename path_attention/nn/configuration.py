@@ -48,15 +48,16 @@ class AttentionConfig:
         forget_bias_init: forget: where the gate's bias starts; 0 starts at a gate of 0.5.
         forget_scale: forget: what log-gates are multiplied by: 1 as published; D^-½ is what
             flash-linear-attention's PaTH-FoX computes.
-        rope_theta: rotary, and where learned angles start: the base of the angles.
+        rope_theta: rotary, and what angles of rotations are measured by: the base of the angles.
         rope_frequencies: the same: the angle a step of each of the D/2 pairs, in radians, in place
             of `rope_theta`'s: any scaled RoPE whose angles do not hang on the length.
         rotation_angles: accumulated_rotation: where a token's angles come from: "learned_token" (a
             row of a table for each token id), "learned_state" (its hidden state), "random_token" (a
             fixed draw for each token id) or "random_position" (a fixed draw for each position).
         rotation_bound: accumulated_rotation: random angles are uniform in ± this, in radians, at
-            most π. With a = rotation_bound, what two tokens n steps apart share falls as
-            (sin a / a)ⁿ: by half in 66 steps at 0.25, at once at π.
+            most π; None for ± RoPE's angle a step of each pair, at most 1. With a = rotation_bound,
+            what two tokens n steps apart share falls as (sin a / a)ⁿ: by half in 66 steps at 0.25,
+            at once at π; None has pairs for every distance.
         rotation_seed: accumulated_rotation: of the random angles.
         vocab_size: accumulated_rotation: rows of the table of "learned_token".
     """
@@ -86,7 +87,7 @@ class AttentionConfig:
     rope_theta: float = 10000.0
     rope_frequencies: list[float] | None = None
     rotation_angles: str = "learned_token"
-    rotation_bound: float = 0.25
+    rotation_bound: float | None = 0.25
     rotation_seed: int = 0
     vocab_size: int = 32000
 
@@ -137,12 +138,13 @@ class AttentionConfig:
         check_integer("householders_per_token", self.householders_per_token, 1)
         check_integer("rotation_seed", self.rotation_seed, 0)
         check_integer("vocab_size", self.vocab_size, 1)
-        for name in ("rms_norm_eps", "rope_theta", "beta_max", "rotation_bound", "forget_scale"):
+        for name in ("rms_norm_eps", "rope_theta", "beta_max", "forget_scale"):
             check_positive(name, getattr(self, name))
-        if self.attention_scale is not None:
-            check_positive("attention_scale", self.attention_scale)
+        for name in ("attention_scale", "rotation_bound"):
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
         self._check_frequencies()
-        if self.rotation_bound > math.pi:
+        if self.rotation_bound is not None and self.rotation_bound > math.pi:
             raise ValueError(
                 f"rotation_bound: expected at most π, half a turn, got {self.rotation_bound}"
             )

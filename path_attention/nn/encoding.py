@@ -265,8 +265,8 @@ class AccumulatedRotation(_Rotating):
     draw for each token id; what turns depends on which tokens lie between, so this is no position
     encoding. "random_position": a fixed draw for each position, so this is one: only where the two
     tokens stand decides. Draws are a hash of seed, key, head and pair: the same in every layer,
-    process and chunk. Record: "rotation". Source: arXiv 2606.24975; the law of the random angles is
-    chosen here.
+    process and chunk. Record: "rotation". Source: arXiv 2606.24975; its author's notes draw random
+    angles by frequency (rotation_bound None), anew in each pass.
     """
 
     def __init__(self, config: AttentionConfig) -> None:
@@ -274,7 +274,7 @@ class AccumulatedRotation(_Rotating):
         self.heads = cast(int, config.num_key_value_heads)
         self.pairs = cast(int, config.head_dim) // 2
         self.angles, self.seed = config.rotation_angles, config.rotation_seed
-        self.bound = config.rotation_bound
+        self.bound, self.frequencies = config.rotation_bound, Frequencies(config)
         learned = self.angles in LEARNED
         self.learned = LearnedAngles(config, self.heads, self.pairs) if learned else None
 
@@ -295,9 +295,11 @@ class AccumulatedRotation(_Rotating):
                 "'random_token', got None"
             )
         dtype = torch.promote_types(q.dtype, torch.float32)
-        return random_angles(
-            keys, self.heads, self.pairs, seed=self.seed, bound=self.bound, dtype=dtype
+        bound = self.bound or 1.0
+        angles = random_angles(
+            keys, self.heads, self.pairs, seed=self.seed, bound=bound, dtype=dtype
         )
+        return angles if self.bound else angles * self.frequencies.a_step(self.pairs, angles)
 
 
 class _Strengths(Transport):

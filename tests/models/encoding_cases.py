@@ -39,6 +39,13 @@ FREE: dict[str, dict[str, Any]] = {
         "rotation_seed": 7,
         "decay": "alibi",
     },
+    "random rotation by frequency": {
+        "transport": "accumulated_rotation",
+        "rotation_angles": "random_position",
+        "rotation_bound": None,
+        "rope_theta": 300.0,
+        "moves_values": True,
+    },
     "token rotation + forget": {
         "transport": "accumulated_rotation",
         "rotation_angles": "random_token",

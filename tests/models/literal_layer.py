@@ -138,7 +138,9 @@ def _angles(c: AttentionConfig, p, x: Tensor, ids: Tensor) -> Tensor:
 def _draw(key: int, column: int, c: AttentionConfig) -> float:
     row = _mix(_mix(key) ^ _mix(c.rotation_seed + 0x51))
     drawn = _mix(_mix((row + (column + 1) * 0x9E3779B1) % 2**32) ^ _mix(column + 1))
-    return c.rotation_bound * ((drawn + 0.5) / 2**31 - 1)
+    P = c.head_dim // 2
+    bound = c.rotation_bound or c.rope_theta ** (-(column % P) / P)
+    return bound * ((drawn + 0.5) / 2**31 - 1)
 
 
 def _mix(x: int) -> int:

@@ -59,7 +59,7 @@ def rows(count: int, length: int, tokens: int) -> Tensor:
 @pytest.mark.parametrize("angles", KINDS)
 def test_they_learn_to_attend(angles: str) -> None:
     """The loss of steps 51 to 60 on rows of 256 tokens. RoPE comes to 1.03 nats; where angles are
-    A x_t + a it is 1.43."""
+    A x_t + a it is 1.43, and bounded so 1.25."""
     torch.manual_seed(0)
     data = rows(64, 256, 8)
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -77,7 +77,7 @@ def test_they_learn_to_attend(angles: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    assert sum(losses[-10:]) / 10 < 1.2
+    assert sum(losses[-10:]) / 10 < 1.14
 
 
 def test_tables_follow_the_vocabulary(tmp_path) -> None:
