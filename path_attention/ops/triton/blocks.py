@@ -141,6 +141,8 @@ def _head_bwd(
     p_dq += o[:, None] * stride_dqt + o_d[None, :]
     inside = (o[:, None] < valid) & (o_d[None, :] < D)
     tl.store(p_dq, b_dq.to(dq_ptr.dtype.element_ty), inside)
+    if not LAST:
+        tl.debug_barrier()  # p_dk may be this head's dQ̃: other threads may not have read it yet
     b_dk = _settle(p_dk, tl.dot(tl.trans(b_ds), b_q, input_precision=FLOAT32), g > 0, LAST)
     return b_dv, b_dk, b_de, b_dg, b_dw
 
@@ -219,7 +221,7 @@ def block_bwd_kernel(
 
     `dqt`, `dkt` are the gradients of Q̃ and K̃, `dg` and `dwl` what G and W get from what crossed the
     block. The heads of a group come one launch after another and add up in `dvt`, `dkl`, `de`, `dg`
-    and `dwl`; g is how many came before.
+    and `dwl`; g is how many came before. With one head `dkl` may be `dqt`, which is done with.
     """
     i_block, i_h = tl.program_id(0), tl.program_id(1)
     token, valid, _, _, _, _ = block_row(blocks_ptr, sequences_ptr, i_block, levels)

@@ -281,17 +281,19 @@ def _blocks_backward(
     dkl = de = ranges
     launches = c.G if t.block_at_once else c.G + 1
     if launches > 1:
-        dkl, de = (c.empty(c.H, grid.count, 64, size) for size in (t.DP, 64))
+        dkl = partial.q if c.G == 1 else c.empty(c.H, grid.count, 64, t.DP)
+        de = c.empty(c.H, grid.count, 64, 64)
     if grid.levels > 0:
         _pairs_backward(c, moved, solved, ranges, top, partial, dg, dwl)
     dw, dbeta = grads.w.flatten(0, 1), grads.beta.flatten(0, 1)
     for g in range(launches):
+        last = g == launches - 1
         block_bwd_kernel[launch](
             c.q, c.k, c.v, solved.w, top.grad_out, decay, solved.coefficients, solved.g,
             solved.inverse, c.beta, ranges, *arrived, dg, dwl, dkl, de, dq, dk, dv, dw, dbeta,
             *place, g, *strides(c.q, c.k, c.v, top.grad_out, c.beta, dq, dk, dv, dw, dbeta),
-            num_warps=t.block_bwd_warps, OPERAND=c.kernel_operand, HEAD=g < c.G,
-            LAST=g == launches - 1, **options,
+            num_warps=t.block_bwd_warps if last else t.local_warps, OPERAND=c.kernel_operand,
+            HEAD=g < c.G, LAST=last, **options,
         )  # fmt: skip
 
 

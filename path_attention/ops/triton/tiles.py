@@ -109,7 +109,7 @@ def choose_tiles(
         block_warps=warps,
         local_warps=warps,
         block_bwd_warps=8 if wide > 64 else warps,
-        block_at_once=hopper and wide <= 128 and not single,
+        block_at_once=hopper and wide <= 64 and not single,  # at 128 it fills one
         hopper_forward=warpgroups and wide == 128,
         hopper_queries=warpgroups and wide == 128,
         hopper_keys=warpgroups and wide <= 128,

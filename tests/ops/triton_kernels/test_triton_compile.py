@@ -63,7 +63,7 @@ STACK = {
         "pair_bwd_kernel": 380,
         "pair_local_bwd_kernel": 260,
         "local_bwd_kernel": 440,
-        "block_bwd_kernel": 800,
+        "block_bwd_kernel": 420,
     },
 }
 ALWAYS = {"delta_bwd_kernel", "forward_ranges_kernel", "backward_ranges_kernel"}
