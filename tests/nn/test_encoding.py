@@ -185,10 +185,12 @@ def test_learned_rotations_are_float32_in_a_bf16_module(angles: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         told = replace(chunk, token_ids=ids)
         moved = layer(x.bfloat16(), q.bfloat16(), k.bfloat16(), v.bfloat16(), told)
+    weights = {name: p.double() for name, p in layer.named_parameters()}
     if angles == "learned_token":
-        u = layer.learned.table.weight.double()[ids]
+        u = weights["learned.table.weight"][ids]
     else:
-        u = layer.learned.proj.double()(x.bfloat16().double()) / 24
+        u = x.bfloat16().double() @ weights["learned.proj.weight"].T
+        u = (u + weights["learned.proj.bias"]) / 24
     rope = 10000.0 ** -(torch.arange(4).double() / 4)
     turned = (math.pi * u.unflatten(2, (2, 4)).tanh() - rope).cumsum(1)
     exact = torch.complex(k.bfloat16().double()[..., :4], k.bfloat16().double()[..., 4:])
