@@ -29,17 +29,21 @@ _PRIME, _MASK = 0x9E3779B97F4A7C15, 2**63 - 1
 
 @dataclass
 class _Entry:
-    """One prefix: as a cache on the model's device, or as tensors of each layer on the host."""
+    """One prefix: as a cache on the model's device, or as tensors of each layer on the host.
+
+    shorter: the last that was had from it at a border before its end, whose tables were made anew.
+    """
 
     keys: list[bytes]  # of its borders
     borders: list[int]  # the lengths that can be had from it
     cache: Cache | None
     layers: list[dict[str, Tensor]] | None
+    shorter: Cache | None = None
 
     def tensors(self) -> Iterable[Tensor]:
         """All that it holds; it stays as it is, others only share it."""
-        if self.cache is not None:
-            for layer in layer_caches(self.cache, len(self.cache.layers)):
+        for cache in (self.cache, self.shorter):
+            for layer in [] if cache is None else layer_caches(cache, len(cache.layers)):
                 yield from layer.tensors()
         for named in self.layers or ():
             yield from named.values()
@@ -132,9 +136,16 @@ class PrefixStore:
     def open(self, key: bytes) -> Cache:
         """A cache of the kept prefix of a key, the caller's own."""
         name, length = self._places[key]
+        entry = self._entries[name]
         self._touch(key)
-        cache = self._open(self._entries[name])
+        if entry.shorter is not None and entry.shorter.get_seq_length() == length:
+            return fork_cache(entry.shorter)
+        cache = self._open(entry)
         crop_cache(cache, length)
+        if entry.cache is not None and length < entry.borders[-1]:
+            self._set_shorter(entry, fork_cache(cache))
+            if self.max_bytes is not None and self.bytes > self.max_bytes:
+                self._set_shorter(entry, None)
         return cache
 
     def prefill(self, ids: Tensor) -> Cache:
@@ -249,27 +260,38 @@ class PrefixStore:
             if old in self._entries:
                 self._drop(old)
         self._entries[name] = entry
-        for at, size in storages(entry.tensors()).items():
-            self._bytes += size if not self._users[at] else 0
-            self._users[at] += 1
+        self._hold(entry)
         for key, length in zip(entry.keys, entry.borders, strict=True):
-            self._places[key] = (name, length)
+            self._places.setdefault(key, (name, length))
         while self.max_bytes is not None and self._entries and self.bytes > self.max_bytes:
             self._drop(next(iter(self._entries)))
 
     def _drop(self, name: bytes) -> None:
         entry = self._entries.pop(name)
-        for at, size in storages(entry.tensors()).items():
-            self._users[at] -= 1
-            if not self._users[at]:
-                del self._users[at]
-                self._bytes -= size
+        self._let_go(entry)
         for key in entry.keys:
             if self._places[key][0] == name:
                 del self._places[key]
         for other, kept in self._entries.items():  # what it shared with others is still theirs
             for key, length in zip(kept.keys, kept.borders, strict=True):
                 self._places.setdefault(key, (other, length))
+
+    def _set_shorter(self, entry: _Entry, cache: Cache | None) -> None:
+        self._let_go(entry)
+        entry.shorter = cache
+        self._hold(entry)
+
+    def _hold(self, entry: _Entry) -> None:
+        for at, size in storages(entry.tensors()).items():
+            self._bytes += size if not self._users[at] else 0
+            self._users[at] += 1
+
+    def _let_go(self, entry: _Entry) -> None:
+        for at, size in storages(entry.tensors()).items():
+            self._users[at] -= 1
+            if not self._users[at]:
+                del self._users[at]
+                self._bytes -= size
 
 
 def fingerprint(model: PreTrainedModel) -> str:

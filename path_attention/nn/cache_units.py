@@ -151,20 +151,22 @@ class SealedUnits:
 
     def _note_borders(self, first: Buffers, units: int, k: Tensor) -> None:
         """Keep what the ends of the tail's first units need to start from."""
-        valid = first.get("valid")
-        ends = torch.arange(1, units + 1, device=k.device) * self.unit
+        valid, S = first.get("valid"), self.unit
+        ends = torch.arange(S, units * S + 1, S, device=k.device)
         for name, count in self._counts.items():
             values, states = first[f"record.{name}"], self._borders.get(name)
-            last = None if states is None else states[:, -1]
-            found = records_at(values, count, last, valid, ends)
+            if valid is None and count <= S:  # each end's are in its own unit
+                found = values.unflatten(1, (units, S))[:, :, S - count :].clone()
+            else:
+                last = None if states is None else states[:, -1]
+                found = records_at(values, count, last, valid, ends)
             self._borders[name] = found if states is None else torch.cat([states, found], 1)
-        real = [] if self._border_lengths is None else [self._border_lengths]
-        last = real[0][:, -1:] if real else torch.zeros_like(k[:, :1, 0, 0], dtype=torch.int64)
-        if valid is None:
-            each = torch.full_like(last, self.unit).expand(-1, units)
-        else:
-            each = valid.unflatten(1, (units, -1)).sum(2)
-        self._border_lengths = torch.cat([*real, last + each.cumsum(1)], 1)
+        real, before = ends.expand(len(k), -1), self._border_lengths
+        if valid is not None:
+            real = valid.unflatten(1, (units, S)).sum(2).cumsum(1)
+        if before is not None:
+            real = torch.cat([before, before[:, -1:] + real], 1)
+        self._border_lengths = real
 
     def _seal(self, first: Buffers, units: int) -> None:
         """Move the tail's first units to their ends, for ever, and into groups."""

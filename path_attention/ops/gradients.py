@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
 def register_gradients(forward: Any, backward: Any, name: str, options: int = 0) -> None:
@@ -42,6 +43,25 @@ def register_gradients(forward: Any, backward: Any, name: str, options: int = 0)
 
     forward.register_autograd(differentiate, setup_context=keep)
     backward.register_autograd(_refusal(name))
+
+
+def run(operator: Any, *inputs: Any) -> Any:
+    """A custom operator's results: by its function alone where nobody differentiates or watches.
+
+    The way through the dispatcher takes the host as long as several launches.
+    """
+    tensors = [x for x in inputs if isinstance(x, Tensor)]
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    plain = not (wanted or torch.compiler.is_compiling() or is_watched())
+    if plain and all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors):
+        return operator._init_fn(*inputs)
+    return operator(*inputs)
+
+
+def is_watched() -> bool:
+    """Whether a mode or a transform (`torch.func`) sees the operators that are called."""
+    transformed = torch._C._functorch.peek_interpreter_stack()  # pyright: ignore
+    return transformed is not None or _get_current_dispatch_mode() is not None
 
 
 def refuse_tangents(name: str, *inputs: Tensor | None, instead: str = "definition") -> None:

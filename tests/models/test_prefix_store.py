@@ -8,6 +8,7 @@ from transformers import DynamicCache
 
 from path_attention.models import PRESETS, PrefixStore, prefix_store
 from path_attention.models.cache import CACHE_NAME, cache_bytes, layer_caches
+from path_attention.nn.cache import LayerCache
 from path_attention.nn.cache_units import memory
 
 HOW = {"max_new_tokens": 12, "do_sample": False}
@@ -125,7 +126,7 @@ def test_bytes_are_counted_as_prefixes_come_and_go(make_model, monkeypatch) -> N
     store.max_bytes = store.bytes
     for row in rows[6:]:
         store.prefill(row)
-        entries = [entry.cache for entry in store._entries.values()]
+        entries = [x for e in store._entries.values() for x in (e.cache, e.shorter)]
         held = [x for cache in entries if cache is not None for x in layer_caches(cache, 2)]
         assert store.bytes == memory(held) <= store.max_bytes
     assert len(store) > 2
@@ -137,6 +138,30 @@ def test_bytes_are_counted_as_prefixes_come_and_go(make_model, monkeypatch) -> N
     store.max_bytes = 0
     store.prefill(make_ids(300, seed=98))
     assert store.bytes == len(store) == len(store._users) == 0
+
+
+def test_a_border_that_is_found_again_costs_a_fork(make_model, monkeypatch) -> None:
+    """What lies behind its units is not multiplied anew, whoever put more behind it since."""
+    model = make_model()
+    start = make_ids(300)
+    rows = [torch.cat([start, make_ids(300, seed=n)], 1) for n in range(3)]
+    store = PrefixStore(model)
+    store.prefill(rows[0])
+    first = store.get(rows[1])
+    store.prefill(rows[1])
+    monkeypatch.setattr(LayerCache, "_rebuild_tables", lambda self: pytest.fail("anew"))
+    again = store.get(rows[2])
+    assert first is not None and again is not None
+    assert first.get_seq_length() == again.get_seq_length() == 256
+    for one, other in zip(layer_caches(first, 2), layer_caches(again, 2), strict=True):
+        tables = (one.groups[-1].suffix, other.groups[-1].suffix)
+        torch.testing.assert_close(*tables, rtol=0, atol=0)
+    monkeypatch.undo()
+    tight = PrefixStore(model)
+    tight.prefill(rows[0])
+    tight.max_bytes = tight.bytes
+    assert tight.get(rows[1]) is not None
+    assert len(tight) == 1 and tight.bytes == tight.max_bytes  # nothing goes for it
 
 
 def test_other_weights_find_nothing(make_model, tmp_path) -> None:

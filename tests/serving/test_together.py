@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from small_server import make_ids, make_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import DynamicCache
 
 from path_attention.models.cache import CACHE_NAME, layer_caches
@@ -105,3 +108,36 @@ def test_every_kind_of_piece_is_read_ahead() -> None:
     read_every_kind(model)
     kinds = {(1, False, False), (1, True, False), (1, True, True), (2, False, False)}
     assert seen == kinds | {(2, True, False)}
+
+
+class Waits(TorchDispatchMode):
+    """Counts what would wait for a GPU: values that the host asks for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        asks = (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero)
+        self.count += func.overloadpacket in asks
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("preset", ["path_fox", "rope", "rotation_learned"])
+def test_nothing_waits_for_the_device(preset: str, monkeypatch) -> None:
+    """From what is kept to the caches of all: pieces are launched without a word to the host."""
+    model = make_model(preset, num_hidden_layers=1)
+    store = PrefixStore(model)
+    store.put(torch.tensor([make_ids(200)]), read(model, make_ids(200))[CACHE_NAME])
+    keys = store.keys(torch.tensor([make_ids(140)]))
+    rests = [make_ids(n, seed=n) for n in (200, 201)]
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: pytest.fail("the host waits"))
+    with Waits() as waits:
+        key, length = store.find(keys)
+        assert key is not None and length == 128
+        cache = store.open(key)
+        for rest in rests:
+            read(model, rest, cache)
+        read_together(model, store.open(key), [rests[0], rests[0][::-1]])
+        alone = waits.count
+        read_together(model, store.open(key), rests)
+    assert alone == 1  # whether anything is padded, which is on the host
+    assert waits.count == 4  # a mask is looked at once, whatever the number of layers

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from path_attention.ops.gradients import run
 from path_attention.ops.packing import Packing
 from path_attention.ops.triton.call import within_reach
 
@@ -41,7 +42,7 @@ def triton_directions(
     positions = None
     if packing is not None and weight is not None:
         positions = packing.position_ids().to(x.device)
-    return _forward(x, weight, state, positions, heads, eps)
+    return run(_forward, x, weight, state, positions, heads, eps)
 
 
 @triton.jit

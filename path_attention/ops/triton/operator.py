@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from path_attention.ops.gradients import register_gradients
+from path_attention.ops.gradients import register_gradients, run
 from path_attention.ops.packing import Packing
 from path_attention.ops.triton.backward import delta_bwd_kernel
 from path_attention.ops.triton.blocks import block_bwd_kernel, local_bwd_kernel
@@ -73,7 +73,7 @@ def triton_attention(
     if scale < 0:  # the kernels take a maximum before they scale
         q, scale = -q, -scale
     keep = _keeps(q, k, v, w, beta, log_forget)
-    out, lse, *_ = _forward(q, k, v, w, beta, log_forget, scale, lengths, keep)
+    out, lse, *_ = run(_forward, q, k, v, w, beta, log_forget, scale, lengths, keep)
     return out, lse
 
 
