@@ -1,12 +1,13 @@
-"""How far encodings extrapolate: ten of them, trained at 512 tokens, measured up to 65,536.
+"""How far encodings extrapolate: thirteen of them, trained at 512 tokens, measured up to 65,536.
 
 The experiment of arXiv 2606.24975: 16 layers of width 768, a context of 512, perplexity at each
 length over that at 512. It leaves open, and is chosen here: 12 heads of 64, the law of the random
 angles (uniform in ± 0.25, `AttentionConfig.rotation_bound`), RoPE's base (10,000), the optimiser
 (as `language_models` has it) and the number of tokens. Its author's notes (`LearnedAngles` names
 them) have 8 heads of 96, random angles uniform in ± RoPE's angle a step of each pair and drawn anew
-in each pass, a peak rate of 5e-4 and 200,000 steps of 16,384 tokens; learned angles are theirs. Its
-text is OpenWebText, ours is what a corpus holds. A "small" size fits many runs on one device.
+in each pass (`…_rope` has that law, drawn once), a peak rate of 5e-4 and 200,000 steps of 16,384
+tokens; learned angles are theirs. Its text is OpenWebText, ours is what a corpus holds. A "small"
+size fits many runs on one device.
 
 Models of one seed see the same rows in the same order and differ in their encoding alone.
 """
@@ -32,6 +33,9 @@ TITLES = {
     "path_fox": "PaTH-FoX",
     "path_alibi": "PaTH-ALiBi",
     "rotation_learned_forget": "learned rotation + gate",
+    "fox": "FoX",
+    "rotation_random_rope": "random rotation by RoPE's frequencies, q/k",
+    "rotation_random_rope_qkv": "random rotation by RoPE's frequencies, q/k/v",
 }
 CONTEXT = 512  # tokens that models are trained at
 # (model, length) → perplexity over that at the same. Which of the two random rotations has 1.60
@@ -41,6 +45,9 @@ PUBLISHED: dict[tuple[str, int], float] = {
     ("rotation_random", 8192): 1.60,
     ("rotation_random", 65536): 7.49,
     ("rotation_random_qkv", 65536): 1.59,
+    ("rotation_random_rope", 8192): 1.60,
+    ("rotation_random_rope", 65536): 7.49,
+    ("rotation_random_rope_qkv", 65536): 1.59,
     ("alibi", 65536): 0.96,
 }
 SIZES = {

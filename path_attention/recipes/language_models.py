@@ -42,6 +42,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "rope_10000": ("rope", {"rope_theta": 10_000.0}),
     "rotation_random": ("rotation_random", {}),
     "rotation_random_qkv": ("rotation_random_qkv", {}),
+    "rotation_random_rope": ("rotation_random", {"rotation_bound": None}),
+    "rotation_random_rope_qkv": ("rotation_random_qkv", {"rotation_bound": None}),
     "rotation_learned": ("rotation_learned", {}),
     "rotation_learned_qkv": ("rotation_learned_qkv", {}),
     "rotation_learned_forget": ("rotation_learned", {"decay": "forget"}),

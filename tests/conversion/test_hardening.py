@@ -123,7 +123,10 @@ def test_a_checkpoint_is_exported_whole_or_not_at_all(runs, tmp_path, monkeypatc
 
 
 def test_a_run_must_be_ropes_and_finished(runs, tmp_path, capsys) -> None:
-    for folder, line in ((runs / "path_fox", "expected a run of 'rope'"), (tmp_path, "a finished run")):
+    for folder, line in (
+        (runs / "path_fox", "expected a run of 'rope'"),
+        (tmp_path, "a finished run"),
+    ):
         with pytest.raises(SystemExit):
             cli.main(["convert", "checkpoints", str(folder), "--out", str(tmp_path / "o")])
         assert line in capsys.readouterr().err

@@ -66,17 +66,18 @@ def test_models_of_the_experiment_differ_in_the_encoding_alone(tmp_path: Path) -
         comparison = TrainExtrapolation(corpus=tmp_path, size=size, seeds=(3,)).comparison()  # pyright: ignore
         assert comparison.budget == budget and budget.context_length == 512
         first, *others = (recipe.course() for recipe in comparison.recipes())
-        allowed = {"model.preset", "model.options.decay", "model.options.rope_theta"}
+        changes = ("preset", "options.decay", "options.rope_theta", "options.rotation_bound")
+        allowed = {f"model.{name}" for name in changes}
         for other in others:
             assert {k for k in {*first, *other} if first.get(k) != other.get(k)} <= allowed
-        assert len(others) == 9
+        assert len(others) == 12
     paper = SIZES["paper"]
     assert (paper.layers, paper.width, paper.context_length) == (16, 768, 512)
     assert {model for model, _ in PUBLISHED} <= set(TITLES)
     changed = TrainExtrapolation(corpus=tmp_path, tokens=1000, compile="inductor").comparison()
     assert (changed.budget.tokens, changed.budget.compile) == (1000, "inductor")
     with pytest.raises(ValueError, match="models: expected some of"):
-        TrainExtrapolation(corpus=tmp_path, models=("fox",)).comparison()
+        TrainExtrapolation(corpus=tmp_path, models=("path_bounded",)).comparison()
 
 
 def test_the_report_stands_beside_the_published_ratios(
