@@ -145,21 +145,21 @@ def _store_sum(high_ptr, low_ptr, at, b_m, inside, OPERAND: tl.constexpr):
 @triton.jit
 def _carry(
     high_ptr, low_ptr, product_ptr, i_unit, item, step, stride_u,
-    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    OPERAND: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """M ← M 𝒫 in place for units before i_unit, 64 rows of one at a time; M = I for i_unit."""
     PARTS: tl.constexpr = DP // 64
     o_64, o_d = tl.arange(0, 64), tl.arange(0, DP)
     if BN == DP:
         b_high, b_low = _load_product(product_ptr, o_d, o_d, D)
-    for n in tl.range(item, i_unit * PARTS, step, num_stages=STAGES):
+    for n in tl.range(item, i_unit * PARTS, step, num_stages=1):
         o_p = n % PARTS * 64 + o_64
         at = tl.cast(n // PARTS, tl.int64) * stride_u
         rows, inside = o_p[:, None] * D + o_d[None, :], (o_p[:, None] < D) & (o_d[None, :] < D)
         b_old = tl.load(high_ptr + at + rows, inside, other=0.0)
         if tl.float32 != OPERAND:
             b_rest = tl.load(low_ptr + at + rows, inside, other=0.0)
+        tl.debug_barrier()  # other threads write what is read here
         for c in tl.static_range(DP // BN):
             o_n = c * BN + tl.arange(0, BN)
             if BN != DP:
@@ -208,8 +208,8 @@ def finish_kernel(
     forget_ptr, parts, rows, T, unit, ring, capacity, copies, kept_units,
     stride_mb, stride_mu, stride_mh,
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    DV: tl.constexpr, DVP: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    MOVE: tl.constexpr, GATE: tl.constexpr, OPERAND: tl.constexpr, EARLY: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, MOVE: tl.constexpr,
+    GATE: tl.constexpr, OPERAND: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts, a row a program; `seen` moves on; seal a unit if the tokens completed one.
 
@@ -230,7 +230,7 @@ def finish_kernel(
         first = (i_h == 0) & (i_z == 0)
         tl.store(seen_ptr + i_b, seen, first)
         if MOVE or GATE:
-            tl.store(turn_ptr + i_b, 1 - tl.load(turn_ptr + i_b), first)
+            tl.store(turn_ptr + i_b, 1 - tl.load(turn_ptr + i_b, first), first)
     elif (seen // unit > (seen - T) // unit) & (seen >= unit):
         i_unit, item = seen // unit - 1, i_z - rows
         place, step = i_unit % kept_units, tl.num_programs(0) - rows
@@ -254,5 +254,5 @@ def finish_kernel(
             here = (i_b.to(tl.int64) * kept_units + place) * H + i_h
             _carry(
                 high_ptr + at, low_ptr + at, product_ptr + here * PARTS * D * D, i_unit,
-                item - copies, step - copies, stride_mu, D, DP, BN, STAGES, OPERAND,
+                item - copies, step - copies, stride_mu, D, DP, BN, OPERAND,
             )  # fmt: skip

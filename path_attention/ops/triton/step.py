@@ -218,8 +218,7 @@ def _finish(
         *(either(z, q) for z in tables), rows.parts.shape[0], rows.count, rows.T, s.unit,
         s.ring_size, capacity, copies, s.units_kept, *strides, **rows.sizes,
         GP=triton.next_power_of_2(rows.G), BP=parts_at_once(rows), BN=DP if hoisted else 64,
-        STAGES=2 if DP == 64 else 1, OPERAND=operand, num_warps=4 if DP <= 128 else 8, **kinds,
-        **early,
+        OPERAND=operand, num_warps=4 if DP <= 128 else 8, **kinds, **early,
     )  # fmt: skip
     return out
 

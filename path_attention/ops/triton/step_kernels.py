@@ -125,6 +125,7 @@ def _append_keys(
         o_ring = (i_b * H + i_h).to(tl.int64) * ring + slot[:, None]
         tl.store(ring_ptr + o_ring * DP + o_d[None, :], b_k, here[:, None])
     if GATE:
+        tl.debug_barrier()  # rows of other threads have read these
         tl.store(p_fade, b_fade, grouped)
 
 
@@ -172,7 +173,7 @@ def _move_to_units(
     """
     in_range = range_of(b_x)
     b_x *= in_range
-    tl.store(range_ptr + i_bh, in_range)
+    tl.store(range_ptr + i_bh, in_range, begin == 0)
     b_high = b_x.to(tl.float16)
     b_low = (b_x - b_high.to(tl.float32)).to(tl.float16)
     mask = (o_d[:, None] < D) & (o_d[None, :] < D)
@@ -427,4 +428,5 @@ def record_kernel(
         if KEEP and (at + 1) % unit == 0:
             p_border = borders_ptr + (i_b * (capacity // unit) + at // unit) * COUNT * E
             tl.store(p_border + o_kept, b_kept, kept)
+    tl.debug_barrier()  # what moved up, other threads have read
     tl.store(p_before, b_kept, kept)
