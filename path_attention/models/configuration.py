@@ -50,6 +50,9 @@ class PathAttentionConfig(AttentionConfig, PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        if self.rotation_angles == "learned" and self.transport != "accumulated_rotation":
+            # The default once, in every file: where nothing reads it, it says nothing.
+            self.rotation_angles = type(self).rotation_angles
         self.complete()
         if self.intermediate_size is None:
             self.intermediate_size = -(-8 * self.hidden_size // (3 * 64)) * 64

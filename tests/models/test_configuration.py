@@ -60,6 +60,19 @@ def test_files_from_before_there_were_more_choices_mean_what_they_meant(tmp_path
     }
 
 
+def test_how_rotations_once_learned_is_read_where_no_rotation_is(tmp_path) -> None:
+    """Every file has the field: "learned" was its default, and is refused of rotations alone."""
+    for preset in ("path_fox", "rope", "rotation_learned"):
+        PathAttentionConfig.from_preset(preset).save_pretrained(tmp_path)
+        saved = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**saved, "rotation_angles": "learned"}))
+        if preset == "rotation_learned":
+            with pytest.raises(ValueError, match=r"^rotation_angles: .*, got 'learned'"):
+                AutoConfig.from_pretrained(tmp_path)
+        else:
+            assert AutoConfig.from_pretrained(tmp_path).rotation_angles == saved["rotation_angles"]
+
+
 @pytest.mark.parametrize(
     "fields",
     [
