@@ -23,7 +23,7 @@ from path_attention.benchmarks.comparison import (
     words,
 )
 from path_attention.benchmarks.measure import stopwatch
-from path_attention.benchmarks.training import NextTokenSteps
+from path_attention.benchmarks.training import SIZES, NextTokenSteps, model_recipe
 from path_attention.models import PRESETS
 from path_attention.training.processes import Processes, share_context, start_processes
 from path_attention.training.recipe import DataRecipe, ModelRecipe, Precision, Recipe
@@ -117,8 +117,7 @@ class BenchmarkDistributed:
         """The rows of the result. Raises ValueError on bad options, or if the processes together
         have too little memory."""
         began = time.monotonic()
-        sizes = ("layers", "hidden_size", "heads", "intermediate_size", "vocab_size", "passes")
-        at_least(self, **dict.fromkeys(sizes, 1), repeats=1, seconds=0, length=2)
+        at_least(self, **dict.fromkeys(SIZES, 1), repeats=1, seconds=0, length=2)
         at_least(self, equality_tokens=16, context_tokens=2)
         parts = words("parts", self.parts, _PARTS)
         presets = words("presets", self.presets, list(PRESETS))
@@ -248,16 +247,9 @@ class BenchmarkDistributed:
     def _recipe(self, part: str, preset: str, over: Processes) -> Recipe:
         split = part == "context_parallel"
         tokens = self.context_tokens if split else self.pass_tokens
-        model = ModelRecipe(
-            preset=preset,
-            hidden_size=self.hidden_size,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            intermediate_size=self.intermediate_size,
-        )
         return Recipe(
             name="benchmark",
-            model=model,
+            model=model_recipe(self, preset),
             data=DataRecipe(context_length=tokens if split else self.length),
             steps=1,
             batch_tokens=tokens if split else tokens * self.passes * over.count,

@@ -41,6 +41,7 @@ from path_attention.training.rows import IGNORED, Row
 
 _ANCHOR = "rope"
 _WAYS = ("eager", "compiled", "fused", "checkpointed")
+SIZES = ("layers", "hidden_size", "heads", "intermediate_size", "vocab_size", "passes")
 _WARM_UP = 2  # steps: the first compiles
 _SDPA = {
     "cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH],
@@ -107,8 +108,7 @@ class BenchmarkTraining:
 
     def measure(self, device: torch.device, report: Report) -> list[dict[str, Any]]:
         """The rows of the result. Raises ValueError on bad options, or if RoPE does not fit."""
-        sizes = ("layers", "hidden_size", "heads", "intermediate_size", "vocab_size", "passes")
-        at_least(self, repeats=1, threads=0, **dict.fromkeys(sizes, 1))
+        at_least(self, repeats=1, threads=0, **dict.fromkeys(SIZES, 1))
         wanted = words("encodings", self.encodings, list(PRESETS))
         names = [_ANCHOR, *(name for name in dict.fromkeys(wanted) if name != _ANCHOR)]
         lengths = numbers("lengths", self.lengths)
@@ -208,13 +208,7 @@ class BenchmarkTraining:
         parts = way.split("+")
         return Recipe(
             name="benchmark",
-            model=ModelRecipe(
-                preset=name,
-                hidden_size=self.hidden_size,
-                num_hidden_layers=self.layers,
-                num_attention_heads=self.heads,
-                intermediate_size=self.intermediate_size,
-            ),
+            model=model_recipe(self, name),
             data=DataRecipe(context_length=length),
             steps=1,
             batch_tokens=self.pass_tokens * self.passes,
@@ -226,6 +220,17 @@ class BenchmarkTraining:
             fused="fused" in parts,
             device="cuda" if device.type == "cuda" else "cpu",
         )
+
+
+def model_recipe(options: Any, preset: str) -> ModelRecipe:
+    """The model of a benchmark's options: four of its sizes."""
+    return ModelRecipe(
+        preset=preset,
+        hidden_size=options.hidden_size,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.heads,
+        intermediate_size=options.intermediate_size,
+    )
 
 
 class TrainingSteps:

@@ -407,10 +407,8 @@ class PathAttentionForCausalLM(PathAttentionPreTrainedModel, GenerationMixin):
             # It ends with the call, which takes no tokens back.
             room, model_config = cache.layers[0].get_max_length(), cast(Any, self.config)
             model_kwargs[CACHE_NAME] = StaticPathCache(model_config, room, croppable=False)
-        if kind == "static" and drafts:
-            config.cache_implementation = (
-                None  # transformers 5.17 refuses drafts by this word alone
-            )
+        if kind == "static" and drafts:  # which transformers 5.17 refuses by this word alone
+            config.cache_implementation = None
         return done
 
     def _prepare_static_cache(self, *args: Any, max_cache_len: int, **kwargs: Any) -> Cache:
