@@ -51,7 +51,7 @@ class Outcome:
 
     Attributes:
         step: the steps taken in all.
-        signal: what stopped it early; None if it finished.
+        signal: what told it to stop, in its last step too, when there was nothing left to stop.
     """
 
     step: int
@@ -231,8 +231,11 @@ class _Run:
                 self._after_step(step + 1, log, stopping=asked is not None)
                 if asked is not None and step + 1 < recipe.steps:
                     return self._interrupted(step + 1, asked)
+            (told,) = self.processes.sum(stop.received or 0)  # whoever goes on after this must not
         self._finish()
-        return Outcome(recipe.steps)
+        return Outcome(
+            recipe.steps, signal.Signals(stop.received or signal.SIGTERM) if told else None
+        )
 
     def _step(self, step: int, log: RunLog, stop: int | None) -> int | None:
         """One optimizer step. Returns the signal that any process received, or None."""

@@ -21,8 +21,9 @@ from path_attention.recipes.compare_command import CompareModels
 from path_attention.recipes.compare_report import ReportModels
 from path_attention.recipes.language_models import COMPARED, Budget, compared_model, milestones
 from path_attention.results import make_result, read_result, write_result, write_whole
+from path_attention.training import loop
 from path_attention.training.corpus import build_corpus
-from path_attention.training.log import read_log
+from path_attention.training.log import RunLog, read_log
 
 BUDGET = Budget(
     tokens=2500,
@@ -209,3 +210,25 @@ def test_a_failure_costs_its_run_alone(
         replace(comparison, parts=("prose",)).run()
     with pytest.raises(ValueError, match="documents: expected patterns of names"):
         replace(comparison, parts=("prose=verse/*",)).run()
+
+
+def test_a_stop_in_a_runs_last_step_stops_the_comparison(
+    comparison: CompareModels, tmp_path: Path, monkeypatch
+) -> None:
+    """The run ends, having nothing left to stop; no other begins, and its results come later."""
+    finish = loop._Run._after_step
+
+    def told_in_the_last(run: loop._Run, done: int, log: RunLog, *, stopping: bool) -> None:
+        finish(run, done, log, stopping=stopping)
+        if done == run.recipe.steps:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(loop._Run, "_after_step", told_in_the_last)
+    stopped = replace(comparison, seeds=(0,), out=tmp_path)
+    with pytest.raises(ValueError, match=r"no result of \['rope_seed0', 'path_seed0'\]"):
+        stopped.run()
+    assert (tmp_path / "rope_seed0" / "card.json").exists()
+    assert not (tmp_path / "path_seed0" / "log.jsonl").exists()
+    monkeypatch.undo()
+    stopped.run()
+    assert all(map(stopped.done, stopped.recipes()))
