@@ -98,7 +98,14 @@ def check_result(result: Any) -> None:
         raise ValueError(f"commit: expected 40 hexadecimal digits or null, got {commit!r}")
     if not isinstance(result["versions"], dict) or "python" not in result["versions"]:
         raise ValueError(f"versions: expected an object with python, got {result['versions']!r}")
-    rows = result["rows"]
+    check_rows(result["rows"])
+    found = _ABSOLUTE_PATH.search(_dump(result))
+    if found:
+        raise ValueError(f"result: expected no path of a machine in it, got {found[0]!r}")
+
+
+def check_rows(rows: Any) -> None:
+    """Raise ValueError, saying what is wrong, unless these are rows of a result."""
     if not isinstance(rows, list) or not rows:
         raise ValueError(f"rows: expected at least one row, got {rows!r}")
     for n, row in enumerate(rows):
@@ -109,9 +116,6 @@ def check_result(result: Any) -> None:
                 raise ValueError(f"rows: expected flat values, got {name}: {value!r} at index {n}")
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"rows: expected finite numbers, got {name}: {value} at index {n}")
-    found = _ABSOLUTE_PATH.search(_dump(result))
-    if found:
-        raise ValueError(f"result: expected no path of a machine in it, got {found[0]!r}")
 
 
 def command_line(argv: Sequence[str]) -> str:
@@ -193,6 +197,22 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def read_kept(path: Path) -> dict[str, Any]:
+    """The object in a JSON file that an interrupted command left; an empty one if there is none.
+
+    Raises ValueError naming `out`, since such files lie there, if it is damaged.
+    """
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(held, dict):
+            raise ValueError(f"expected an object, got {type(held).__name__}")
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ValueError(f"out: {path} is damaged ({error}); delete it") from error
+    return held
 
 
 def with_ending(path: str | os.PathLike[str], ending: str) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,6 +41,7 @@ from path_attention.benchmarks.inputs import (
     names_used_by,
     swapped_inputs,
 )
+from path_attention.benchmarks.kept import Keep, fresh, kept_for
 from path_attention.benchmarks.measure import Job
 
 RESULTS = ("out", "dq", "dk", "dv", "dw", "dbeta", "dlog_forget")
@@ -92,6 +94,7 @@ class BenchmarkAccuracy:
         device = pick_device(self.device)
         set_threads(self.threads)
         dtype = pick_dtype(self.dtype, device)
+        kept = kept_for(self, device, say, (self.model, self.text, self.activations))
         result = publish(
             self,
             "accuracy",
@@ -99,17 +102,18 @@ class BenchmarkAccuracy:
             f"units of what rounding the exact result to {name_of(dtype)} costs (null: not "
             "computed, or where finite is false, not finite); and over swaps, the share of queries "
             "whose argmax is the definition's",
-            rows=self.measure(device, dtype, say),
+            rows=self.measure(device, dtype, say, kept.rows),
             device=device,
             draw=_draw,
         )
+        kept.delete()
         swaps = [row for row in result["rows"] if "found" in row]
         errors = [row for row in result["rows"] if "found" not in row]
         print_rows(result, ("size", "case", "candidate", "encoding", *RESULTS), errors)
         print_rows(result, ("size", "tokens", "candidate", "found"), swaps)
 
     def measure(
-        self, device: torch.device, dtype: torch.dtype, report: Report
+        self, device: torch.device, dtype: torch.dtype, report: Report, keep: Keep = fresh
     ) -> list[dict[str, Any]]:
         """The rows of the result. Raises ValueError on bad options."""
         at_least(self, tokens=1, threads=0)
@@ -119,11 +123,15 @@ class BenchmarkAccuracy:
         rows = []
         for case, encodings, inputs in self._cases(all_shapes, device):
             for encoding in encodings:
-                rows += _errors(case, encoding, inputs.rounded(dtype), chosen, report)
+                unit = f"{case}, {inputs.q.shape[2]} heads of {inputs.q.shape[3]}, {encoding}"
+                rows += keep(
+                    unit, partial(_errors, case, encoding, inputs.rounded(dtype), chosen, report)
+                )
         for heads, size in all_shapes:
             for T in swap_tokens:
-                swaps = swapped_inputs(T, heads, heads, size, dtype, device)
-                rows += _swaps(*swaps, chosen, report)
+                shape = (T, heads, heads, size, dtype, device)
+                unit = f"swaps, T {T}, {heads} heads of {size}"
+                rows += keep(unit, partial(_swaps, shape, chosen, report))
         if not rows:
             raise ValueError("cases: expected any, or swap_tokens, or activations, got none")
         return rows
@@ -221,9 +229,12 @@ def roundings(got: Tensor, exact: Tensor, dtype: torch.dtype) -> float | None:
 
 
 def _swaps(
-    x: Inputs, target: Tensor, chosen: list[Choice], report: Report
+    shape: tuple[int, int, int, int, torch.dtype, torch.device],
+    chosen: list[Choice],
+    report: Report,
 ) -> Iterator[dict[str, Any]]:
     """A row for each candidate that transports: the share of queries that find their key."""
+    x, target = swapped_inputs(*shape)
     _, T, heads, D = x.q.shape
     wanted = x.v.gather(1, target[..., None].expand_as(x.v)).sign()
     for candidate in [c for c, e in chosen if e == "path"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import math
@@ -27,7 +28,7 @@ from path_attention.benchmarks.measure import (
     summarise,
     time_interleaved,
 )
-from path_attention.results import command_line, make_result, with_ending, write_result
+from path_attention.results import command_line, make_result, versions, with_ending, write_result
 
 Report = Callable[[str], None]
 Choice = tuple[Candidate, str]  # with one of its encodings
@@ -186,14 +187,19 @@ def publish(
     """Write OUT.json and OUT.png of `PROGRAM benchmark NAME`, and return the result."""
     command = _command(options, name, program)
     result = make_result(what=what, rows=rows, device=str(device), command=command)
-    for peer in _PEERS:
-        try:
-            result["versions"][peer] = importlib.metadata.version(peer)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    result["versions"] = library_versions()
     write_result(with_ending(options.out, ".json"), result)
     draw(result, with_ending(options.out, ".png"))
     return result
+
+
+def library_versions() -> dict[str, str | None]:
+    """`results.versions`, and of the peers that are installed."""
+    found = versions()
+    for peer in _PEERS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[peer] = importlib.metadata.version(peer)
+    return found
 
 
 def _command(options: Any, name: str, program: str) -> str:

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, cast
@@ -25,6 +26,7 @@ from path_attention.benchmarks.comparison import (
     set_threads,
     words,
 )
+from path_attention.benchmarks.kept import Keep, fresh, kept_for
 from path_attention.benchmarks.measure import stopwatch
 from path_attention.benchmarks.training import TrainingSteps, random_rows
 from path_attention.conversion.memory import Estimate, estimate_memory
@@ -128,20 +130,24 @@ class BenchmarkConversion:
 
         device = pick_device(self.device)
         set_threads(self.threads)
+        kept = kept_for(self, device, say)
         result = publish(
             self,
             "conversion",
             what="Steps of a conversion's stages on random weights: tokens a second, peak memory "
             "of the device and the estimate that is told before a conversion starts, in GiB; mfu "
             "is the FLOPs that are done over the device's stated peak",
-            rows=self.measure(device, say),
+            rows=self.measure(device, say, kept.rows),
             device=device,
             draw=draw,
         )
+        kept.delete()
         columns = ("shape", "stage", "trainable", "way", "tokens_per_second", "mfu")
         print_rows(result, (*columns, "peak_gib", "estimate_gib"))
 
-    def measure(self, device: torch.device, report: Report) -> list[dict[str, Any]]:
+    def measure(
+        self, device: torch.device, report: Report, keep: Keep = fresh
+    ) -> list[dict[str, Any]]:
         """The rows of the result. Raises ValueError on bad options."""
         at_least(self, steps=1, passes=1, context=0, pass_tokens=2, threads=0)
         shapes = words("shapes", self.shapes, list(SHAPES))
@@ -151,15 +157,18 @@ class BenchmarkConversion:
         for way in ways:
             words("ways", way.replace("+", ","), _WAYS)
         dtype = pick_dtype(self.dtype, device)
+        wanted = [
+            (shape, stage, way, self.recipe(stage, cast(Trainable, kind), way, dtype))
+            for shape in shapes
+            for way in ways
+            for stage in stages
+            for kind in (trained if stage != "attention" else ["attention"])
+        ]
         rows = []
-        for shape in shapes:
-            for way in ways:
-                for stage in stages:
-                    for kind in trained if stage != "attention" else ["attention"]:
-                        recipe = self.recipe(stage, cast(Trainable, kind), way, dtype)
-                        row = self._row(shape, stage, recipe, device, dtype)
-                        rows.append({**row, "way": way})
-                        report(_line(rows[-1]))
+        for shape, stage, way, recipe in wanted:
+            unit = f"{shape}, {stage} ({getattr(recipe, stage).trainable}, {way})"
+            measure = partial(self._row, shape, stage, way, recipe, device, dtype, report)
+            rows += keep(unit, measure)
         return rows
 
     def recipe(
@@ -200,10 +209,13 @@ class BenchmarkConversion:
         self,
         shape: str,
         stage: str,
+        way: str,
         recipe: ConversionRecipe,
         device: torch.device,
         dtype: torch.dtype,
-    ) -> dict[str, Any]:
+        report: Report,
+    ) -> list[dict[str, Any]]:
+        """One row."""
         processes = Processes(0, 1, device)
         teacher = PathAttentionConfig.from_preset("rope", **SHAPES[shape])
         rank: dict[str, Any] = {} if self.to == "fox" else {"direction_rank": recipe.direction_rank}
@@ -231,7 +243,9 @@ class BenchmarkConversion:
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        return row
+        row["way"] = way
+        report(_line(row))
+        return [row]
 
     def _measured(
         self,

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -24,6 +25,7 @@ from path_attention.benchmarks.comparison import (
     say,
     words,
 )
+from path_attention.benchmarks.kept import Keep, fresh, kept_for
 from path_attention.benchmarks.measure import stopwatch
 from path_attention.nn.cache_units import unit_length
 from path_attention.ops.decode import DecodeState, decode_step
@@ -66,35 +68,43 @@ class BenchmarkDecode:
         from path_attention.benchmarks.figure import print_rows
 
         device = pick_device(self.device)
+        kept = kept_for(self, device, say)
         result = publish(
             self,
             "decode",
             what="Milliseconds of one step of decoding under a CUDA graph: the median; as a ratio "
             "to the first candidate's in the same turn; and the slowest of the steps over a whole "
             "unit, sealing included, as a ratio to their median (worst)",
-            rows=self.measure(device, say),
+            rows=self.measure(device, say, kept.rows),
             device=device,
             draw=_draw,
         )
+        kept.delete()
         names = ("batch", "context", "heads", "key_heads", "size", "candidate", "ms", "ratio")
         print_rows(result, (*names, "worst"))
 
-    def measure(self, device: torch.device, report: Report) -> list[dict[str, Any]]:
+    def measure(
+        self, device: torch.device, report: Report, keep: Keep = fresh
+    ) -> list[dict[str, Any]]:
         """A row for each shape and candidate. ValueError on bad options or a wrong step."""
         at_least(self, repeats=1)
         if device.type != "cuda":
             raise ValueError(f"device: expected an NVIDIA GPU, got {device}")
         encodings = words("encodings", self.encodings, tuple(KINDS))
-        errors = {name: check(name, device) for name in encodings}
-        report("steps agree with the definition")
-        rows: list[dict[str, Any]] = []
-        for text in self.shapes.split(","):
+        shapes = self.shapes.split(",")
+        for text in shapes:
             sizes = text.split("x")
             if len(sizes) != 5 or not all(n.isdigit() and int(n) for n in sizes):
                 raise ValueError(f"shapes: expected five sizes with x between, got {text!r}")
-            batch, context, heads, key_heads, size = map(int, sizes)
+        errors = {name: check(name, device) for name in encodings}
+        report("steps agree with the definition")
+        rows: list[dict[str, Any]] = []
+        for text in shapes:
+            batch, context, heads, key_heads, size = map(int, text.split("x"))
             shape = (batch, heads, key_heads, size)
-            rows += self._shape(context, shape, encodings, errors, device, report)
+            rows += keep(
+                text, partial(self._shape, context, shape, encodings, errors, device, report)
+            )
         return rows
 
     def _shape(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,6 +21,7 @@ from path_attention.benchmarks.comparison import (
     words,
 )
 from path_attention.benchmarks.decode import KINDS, check, fill, inputs
+from path_attention.benchmarks.kept import Keep, fresh, kept_for
 from path_attention.benchmarks.measure import stopwatch
 from path_attention.models import (
     PRESETS,
@@ -70,6 +72,7 @@ class BenchmarkGeneration:
         from path_attention.benchmarks.figure import print_rows
 
         device = pick_device(self.device)
+        kept = kept_for(self, device, say)
         result = publish(
             self,
             "generation",
@@ -77,14 +80,17 @@ class BenchmarkGeneration:
             "preset's; for a fork, milliseconds of it and of sealing a unit on both sides, without "
             "and (steps_ms) with an ordinary step of each, and what both then hold beyond the "
             "prefix as a share of its memory",
-            rows=self.measure(device, say),
+            rows=self.measure(device, say, kept.rows),
             device=device,
             draw=_draw,
         )
+        kept.delete()
         names = ("preset", "batch", "context", "ms", "tokens_per_second", "ratio", "memory_share")
         print_rows(result, names)
 
-    def measure(self, device: torch.device, report: Report) -> list[dict[str, Any]]:
+    def measure(
+        self, device: torch.device, report: Report, keep: Keep = fresh
+    ) -> list[dict[str, Any]]:
         """The rows of the result. ValueError on bad options or a wrong step."""
         at_least(self, layers=1, width=1, heads=1, prefix=0, repeats=1)
         if device.type != "cuda":
@@ -95,17 +101,22 @@ class BenchmarkGeneration:
         report("steps agree with the definition")
         rows: list[dict[str, Any]] = []
         for preset in presets:
-            model = self._model(preset, device)
+            model = cache(partial(self._model, preset, device))  # made where rows are missing
             for context in numbers("contexts", self.contexts):
                 for batch in numbers("batches", self.batches):
-                    rows += self._tokens(model, preset, batch, context, report)
+                    rows += keep(
+                        f"{preset}, {batch} rows of {context} tokens",
+                        partial(self._tokens, model, preset, batch, context, report),
+                    )
             del model
             torch.cuda.empty_cache()
         anchors = {(r["batch"], r["context"]): r["ms"] for r in rows if r["preset"] == presets[0]}
         for row in rows:
             anchor = anchors.get((row["batch"], row["context"]))
             row["ratio"] = None if anchor is None else float(f"{anchor / row['ms']:.4g}")
-        return [*rows, fork_row(self.prefix, device)] if self.prefix else rows
+        if self.prefix:
+            rows += keep(f"fork of {self.prefix} tokens", lambda: [fork_row(self.prefix, device)])
+        return rows
 
     def _model(self, preset: str, device: torch.device) -> PathAttentionForCausalLM:
         config = PathAttentionConfig.from_preset(
@@ -120,15 +131,16 @@ class BenchmarkGeneration:
 
     def _tokens(
         self,
-        model: PathAttentionForCausalLM,
+        model: Callable[[], PathAttentionForCausalLM],
         preset: str,
         batch: int,
         context: int,
         report: Report,
     ) -> list[dict[str, Any]]:
         """One row; none, and a line, where the cache does not fit."""
+        made = model()
         try:
-            times = time_steps(model, batch, context, self.repeats)
+            times = time_steps(made, batch, context, self.repeats)
         except torch.OutOfMemoryError:
             times = None
         torch.cuda.empty_cache()

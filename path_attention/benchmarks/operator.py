@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +24,7 @@ from path_attention.benchmarks.comparison import (
     set_threads,
 )
 from path_attention.benchmarks.inputs import make_inputs
+from path_attention.benchmarks.kept import Keep, fresh, kept_for
 
 _CHECKED_TOKENS = 200
 
@@ -70,18 +73,22 @@ class BenchmarkOperator:
 
         device = pick_device(self.device)
         set_threads(self.threads)
+        kept = kept_for(self, device, say)
         result = publish(
             self,
             "operator",
             what="Milliseconds and peak MiB above the inputs of attention's forward and backward, "
             "and time as a ratio to plain attention's (the first candidate) in the same turn",
-            rows=self.measure(device, say),
+            rows=self.measure(device, say, kept.rows),
             device=device,
             draw=draw,
         )
+        kept.delete()
         print_table(result)
 
-    def measure(self, device: torch.device, report: Report) -> list[dict[str, Any]]:
+    def measure(
+        self, device: torch.device, report: Report, keep: Keep = fresh
+    ) -> list[dict[str, Any]]:
         """The rows of the result. Raises ValueError on bad options or a wrong operator."""
         tokens = numbers("tokens", self.tokens)
         memory_tokens = numbers("memory_tokens", self.memory_tokens) if self.memory_tokens else []
@@ -92,11 +99,11 @@ class BenchmarkOperator:
         key_heads = self.key_heads or self.heads
         shape = (self.heads, key_heads, self.size, dtype, device)
         errors = check(chosen, make_inputs(2, _CHECKED_TOKENS, *shape), report)
-        rows = []
-        for T in sorted({*tokens, *memory_tokens}):
+
+        def at_length(T: int) -> Iterator[dict[str, Any]]:
             B = self.batch or max(1, self.batch_tokens // T)
             report(f"T {T}, batch {B}")
-            rows += compare(
+            return compare(
                 errors,
                 make_inputs(B, T, *shape),
                 repeats=self.repeats,
@@ -110,4 +117,8 @@ class BenchmarkOperator:
                 },
                 report=report,
             )
+
+        rows = []
+        for T in sorted({*tokens, *memory_tokens}):
+            rows += keep(f"T {T}", partial(at_length, T))
         return rows

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from path_attention.benchmarks.comparison import (
+    Choice,
     Report,
     at_least,
     beside_anchor,
@@ -25,6 +27,7 @@ from path_attention.benchmarks.comparison import (
     shapes,
 )
 from path_attention.benchmarks.inputs import make_inputs
+from path_attention.benchmarks.kept import Keep, fresh, kept_for
 from path_attention.ops.packing import Packing
 
 _CHECKED_LENGTHS = (139, 1, 60)
@@ -68,21 +71,25 @@ class BenchmarkPacked:
 
         device = pick_device(self.device)
         set_threads(self.threads)
+        kept = kept_for(self, device, say)
         result = publish(
             self,
             "packed",
             what="Milliseconds and peak MiB above the inputs of attention's forward and backward "
             "over packed documents, and time as a ratio to plain attention's over the same "
             "documents (the first candidate) in the same turn",
-            rows=self.measure(device, say),
+            rows=self.measure(device, say, kept.rows),
             device=device,
             draw=_draw,
         )
+        kept.delete()
         names = ("heads", "size", "seed", "documents", "longest", "candidate", "encoding")
         times = ("both_ms", "forward_ratio", "backward_ratio", "both_ratio", "peak_mib", "error")
         print_rows(result, (*names, *times))
 
-    def measure(self, device: torch.device, report: Report) -> list[dict[str, Any]]:
+    def measure(
+        self, device: torch.device, report: Report, keep: Keep = fresh
+    ) -> list[dict[str, Any]]:
         """The rows of the result. Raises ValueError on bad options or a wrong operator."""
         chosen = beside_anchor(device, self.encodings, self.candidates, "packed")
         at_least(self, tokens=1, mean=1, sigma=0, batches=1, repeats=1, threads=0)
@@ -93,26 +100,37 @@ class BenchmarkPacked:
             packing = Packing.from_lengths(_CHECKED_LENGTHS, device)
             errors = check(chosen, make_inputs(1, packing.total, *shape, packing), report)
             for seed in range(self.batches):
-                lengths = lognormal_lengths(self.tokens, self.mean, self.sigma, seed)
-                packing = Packing.from_lengths(lengths, device)
-                report(f"{heads} heads of {size}, {len(lengths)} documents, seed {seed}")
-                rows += compare(
-                    errors,
-                    make_inputs(1, self.tokens, *shape, packing),
-                    repeats=self.repeats,
-                    columns={
-                        "tokens": self.tokens,
-                        "documents": len(lengths),
-                        "longest": max(lengths),
-                        "mean": self.mean,
-                        "sigma": self.sigma,
-                        "seed": seed,
-                        "heads": heads,
-                        "size": size,
-                    },
-                    report=report,
-                )
+                batch = partial(self._batch, seed, shape, errors, report)
+                rows += keep(f"{heads} heads of {size}, seed {seed}", batch)
         return rows
+
+    def _batch(
+        self,
+        seed: int,
+        shape: tuple[int, int, int, torch.dtype, torch.device],
+        errors: Mapping[Choice, float],
+        report: Report,
+    ) -> Iterator[dict[str, Any]]:
+        """The candidates' rows of the documents of one seed."""
+        heads, _, size, _, device = shape
+        lengths = lognormal_lengths(self.tokens, self.mean, self.sigma, seed)
+        report(f"{heads} heads of {size}, {len(lengths)} documents, seed {seed}")
+        return compare(
+            errors,
+            make_inputs(1, self.tokens, *shape, Packing.from_lengths(lengths, device)),
+            repeats=self.repeats,
+            columns={
+                "tokens": self.tokens,
+                "documents": len(lengths),
+                "longest": max(lengths),
+                "mean": self.mean,
+                "sigma": self.sigma,
+                "seed": seed,
+                "heads": heads,
+                "size": size,
+            },
+            report=report,
+        )
 
 
 def lognormal_lengths(tokens: int, mean: float, sigma: float, seed: int) -> list[int]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import queue
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,6 +27,7 @@ from path_attention.benchmarks.comparison import (
     say,
     words,
 )
+from path_attention.benchmarks.kept import Keep, fresh, kept_for
 from path_attention.models import PRESETS, PathAttentionConfig, PathAttentionForCausalLM
 from path_attention.serving.command import make_engine
 from path_attention.serving.engine import Engine
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
 
 # Width, layers, heads, vocabulary. "small" is the laptop demo's.
 SHAPES = {"760m": (1536, 24, 24, 32000), "small": (192, 4, 3, 4096)}
-_PEER = "transformers"
+_OURS, _PEER = "path-attention", "transformers"
 _WARM = 2  # bursts before those that count: one without kept prefixes, one with
 _PREFIX_BYTES = 2**33  # for what all prompts share, beside the caches
 
@@ -89,20 +92,24 @@ class BenchmarkServing:
         from path_attention.benchmarks.figure import print_rows
 
         device = pick_device(self.device)
+        kept = kept_for(self, device, say)
         result = publish(
             self,
             "serving",
             what="Output tokens a second of all requests together, and milliseconds to the first "
             "token (median and 95th percentile), of bursts of requests whose prompts begin alike",
-            rows=self.measure(device, say),
+            rows=self.measure(device, say, kept.rows),
             device=device,
             draw=_draw,
         )
+        kept.delete()
         names = ("engine", "encoding", "concurrency", "reuse", "tokens_per_second",
                  "first_token_ms", "first_token_p95_ms")  # fmt: skip
         print_rows(result, names)
 
-    def measure(self, device: torch.device, report: Report) -> list[dict[str, Any]]:
+    def measure(
+        self, device: torch.device, report: Report, keep: Keep = fresh
+    ) -> list[dict[str, Any]]:
         """The rows of the result. ValueError on bad options."""
         at_least(self, prompt=2, shared=0, output=1, rounds=1, prefill=0)
         words("shape", self.shape, list(SHAPES))
@@ -110,17 +117,44 @@ class BenchmarkServing:
             raise ValueError(f"shared: expected less than {self.prompt}, got {self.shared}")
         counts, dtype = numbers("concurrency", self.concurrency), pick_dtype(self.dtype, device)
         rows: list[dict[str, Any]] = []
-        for preset in words("presets", self.presets, list(PRESETS)):
-            model = make_model(self.shape, preset, device, dtype)
-            for count in counts:
-                for reuse in (True, False):
-                    bursts = self._bursts(model, count, reuse)
-                    free_memory(device)
-                    rows.append(self._row("path-attention", preset, count, reuse, dtype, bursts))
-                    report(_told(rows[-1]))
+        wanted: list[tuple[str, str, Callable[[], Any]]] = [
+            (_OURS, preset, partial(make_model, self.shape, preset, device, dtype))
+            for preset in words("presets", self.presets, list(PRESETS))
+        ]
+        if self.peer:
+            llama = partial(make_llama, self.shape, device, dtype, self.prompt + self.output)
+            wanted.append((_PEER, "rope", llama))
+        for engine, encoding, make in wanted:
+            model = cache(make)  # made where rows are missing
+            for count, reuse in product(counts, (True, False)):
+                name = (engine, encoding, count, reuse)
+                unit = f"{engine} {encoding}, {count} at once, {_how(reuse)}"
+                rows += keep(unit, partial(self._measured, name, model, dtype, report))
             del model
             free_memory(device)
-        return rows + self._peer_rows(counts, device, dtype, report) if self.peer else rows
+        return rows
+
+    def _measured(
+        self,
+        name: tuple[str, str, int, bool],
+        model: Callable[[], Any],
+        dtype: torch.dtype,
+        report: Report,
+    ) -> list[dict[str, Any]]:
+        """The row of an engine and a load; none, and a line, where a peer fails."""
+        engine, encoding, count, reuse = name
+        bursts = self._bursts if engine == _OURS else self._peer_bursts
+        try:
+            row = self._row(*name, dtype, bursts(model(), count, reuse))
+        except Exception as failure:
+            if engine == _OURS:
+                raise
+            reason = " ".join(f"{type(failure).__name__}: {failure}".split())
+            report(f"{engine} {encoding}, {count} at once: fails here: {reason[:200]}")
+            return []
+        free_memory(model().device)
+        report(_told(row))
+        return [row]
 
     def _settings(self, count: int, reuse: bool, device: torch.device) -> Settings:
         return Settings(
@@ -175,22 +209,6 @@ class BenchmarkServing:
             "first_token_ms": float(f"{median(first):.4g}"),
             "first_token_p95_ms": float(f"{late:.4g}"),
         }
-
-    def _peer_rows(
-        self, counts: Sequence[int], device: torch.device, dtype: torch.dtype, report: Report
-    ) -> list[dict[str, Any]]:
-        model, rows = make_llama(self.shape, device, dtype, self.prompt + self.output), []
-        for count in counts:
-            for reuse in (True, False):
-                try:
-                    bursts = self._peer_bursts(model, count, reuse)
-                except Exception as failure:
-                    reason = " ".join(f"{type(failure).__name__}: {failure}".split())
-                    report(f"{_PEER} rope, {count} at once: fails here: {reason[:200]}")
-                    continue
-                rows.append(self._row(_PEER, "rope", count, reuse, dtype, bursts))
-                report(_told(rows[-1]))
-        return rows
 
     def _peer_bursts(self, model: Any, count: int, reuse: bool) -> list[Burst]:
         from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -324,11 +342,14 @@ def burst(engine: Engine, prompts: Sequence[list[int]], tokens: int) -> Burst:
     return Burst(now - started, total, list(first.values()), told)
 
 
+def _how(reuse: bool) -> str:
+    return "with prefix reuse" if reuse else "without prefix reuse"
+
+
 def _told(row: Mapping[str, Any]) -> str:
-    how = "with" if row["reuse"] else "without"
     speed, first = row["tokens_per_second"], row["first_token_ms"]
     return (
-        f"{row['engine']} {row['encoding']}, {row['concurrency']} at once, {how} prefix reuse: "
+        f"{row['engine']} {row['encoding']}, {row['concurrency']} at once, {_how(row['reuse'])}: "
         f"{speed:,.0f} tokens/s, first token after {first:.4g} ms"
     )
 

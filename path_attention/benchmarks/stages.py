@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from path_attention.benchmarks.candidates import ENCODINGS, candidates
-from path_attention.benchmarks.comparison import publish, shapes, words
+from path_attention.benchmarks.comparison import publish, say, shapes, words
 from path_attention.benchmarks.inputs import make_inputs
+from path_attention.benchmarks.kept import kept_for
 from path_attention.benchmarks.measure import matrix_rate
 from path_attention.results import write_figure
 
@@ -46,10 +48,17 @@ class BenchmarkStages:
             raise ValueError("device: expected an NVIDIA GPU, got none")
         device = torch.device("cuda")
         encodings = words("encodings", self.encodings, ENCODINGS)
-        ceiling, rows = matrix_rate(device, torch.bfloat16), []
-        for heads, size in shapes(self.shapes):
+        wanted, rows = shapes(self.shapes), []
+        kept = kept_for(self, device, say)
+        # kept, too: `what` tells one for all rows
+        first = kept.rows("ceiling", lambda: [{"rate": matrix_rate(device, torch.bfloat16)}])
+        ceiling = first[0]["rate"]
+        for heads, size in wanted:
             for encoding in encodings:
-                rows += self._measure(encoding, heads, size, device, ceiling)
+                rows += kept.rows(
+                    f"{heads} heads of {size}, {encoding}",
+                    partial(self._measure, encoding, heads, size, device, ceiling),
+                )
         result = publish(
             self,
             "stages",
@@ -59,6 +68,7 @@ class BenchmarkStages:
             device=device,
             draw=_draw,
         )
+        kept.delete()
         columns = ("size", "encoding", "pass", "kernel", "ms", "tflop_per_s", "of_ceiling")
         print_rows(result, columns)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from path_attention.benchmarks.comparison import (
     say,
     set_threads,
 )
+from path_attention.benchmarks.kept import Keep, fresh, kept_for
 from path_attention.benchmarks.measure import Job, relative_error, show_time, time_interleaved
 from path_attention.ops.stick_breaking import stick_breaking_attention
 
@@ -68,19 +70,23 @@ class BenchmarkStickBreaking:
 
         device = pick_device(self.device)
         set_threads(self.threads)
+        kept = kept_for(self, device, say)
         result = publish(
             self,
             "stick_breaking",
             what="Milliseconds and peak MiB above the inputs of stick-breaking attention's forward "
             "and backward, and time as a ratio to flash attention's in the same turn",
-            rows=self.measure(device, say),
+            rows=self.measure(device, say, kept.rows),
             device=device,
             draw=draw,
         )
+        kept.delete()
         columns = ("candidate", "tokens", "mean_logit", "both_ms", "both_ratio", "peak_mib")
         print_rows(result, columns)
 
-    def measure(self, device: torch.device, report: Report) -> list[dict[str, Any]]:
+    def measure(
+        self, device: torch.device, report: Report, keep: Keep = fresh
+    ) -> list[dict[str, Any]]:
         """The rows of the result. Raises ValueError on bad options or a wrong operator."""
         at_least(self, batch_tokens=1, heads=1, size=2, repeats=1, threads=0)
         dtype = pick_dtype(self.dtype, device)
@@ -89,25 +95,36 @@ class BenchmarkStickBreaking:
         report("the operator agrees with its definition")
         rows = []
         for T in numbers("tokens", self.tokens):
-            B = max(1, self.batch_tokens // T)
-            inputs = {mean: self._inputs(B, T, mean, dtype, device) for mean in means}
-            jobs = [_plain(inputs[means[0]]), *(_ours(x) for x in inputs.values())]
-            times = time_interleaved(jobs, self.repeats)
-            names = [("flash", means[0], None)]
-            names += [("stick_breaking", mean, errors[mean]) for mean in means]
-            for (name, mean, error), job, taken in zip(names, jobs, times, strict=True):
-                row = {
-                    "candidate": name,
-                    "tokens": T,
-                    "batch": B,
-                    "heads": self.heads,
-                    "size": self.size,
-                    "mean_logit": mean,
-                    **measured(job, taken, times[0], self.repeats, error),
-                }
-                rows.append(row)
-                report(f"{name} T {T}, mean logit {mean:g}: {show_time(row, 'both')}")
+            rows += keep(f"T {T}", partial(self._rows, T, errors, dtype, device, report))
         return rows
+
+    def _rows(
+        self,
+        T: int,
+        errors: Mapping[float, float],
+        dtype: torch.dtype,
+        device: torch.device,
+        report: Report,
+    ) -> Iterator[dict[str, Any]]:
+        """Of one length: flash attention's row, and one for each mean with its error."""
+        means, B = list(errors), max(1, self.batch_tokens // T)
+        inputs = {mean: self._inputs(B, T, mean, dtype, device) for mean in means}
+        jobs = [_plain(inputs[means[0]]), *(_ours(x) for x in inputs.values())]
+        times = time_interleaved(jobs, self.repeats)
+        names = [("flash", means[0], None)]
+        names += [("stick_breaking", mean, errors[mean]) for mean in means]
+        for (name, mean, error), job, taken in zip(names, jobs, times, strict=True):
+            row = {
+                "candidate": name,
+                "tokens": T,
+                "batch": B,
+                "heads": self.heads,
+                "size": self.size,
+                "mean_logit": mean,
+                **measured(job, taken, times[0], self.repeats, error),
+            }
+            report(f"{name} T {T}, mean logit {mean:g}: {show_time(row, 'both')}")
+            yield row
 
     def _check(self, mean: float, dtype: torch.dtype, device: torch.device) -> float:
         x = self._inputs(1, _CHECKED_TOKENS, mean, dtype, device)

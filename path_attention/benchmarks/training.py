@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -27,6 +28,7 @@ from path_attention.benchmarks.comparison import (
     set_threads,
     words,
 )
+from path_attention.benchmarks.kept import Keep, fresh, kept_for
 from path_attention.benchmarks.measure import matrix_rate, stopwatch
 from path_attention.models import PRESETS, PathAttentionConfig
 from path_attention.ops.context_split import ContextSplit
@@ -93,20 +95,24 @@ class BenchmarkTraining:
 
         device = pick_device(self.device)
         set_threads(self.threads)
+        kept = kept_for(self, device, say)
         result = publish(
             self,
             "training",
             what="Tokens a second of the trainer's steps under each encoding; speed is over RoPE's "
             "in the same turn; mfu is model FLOPs over the device's stated peak, of_ceiling over "
             "a large matrix product's rate measured beside; peak MiB above weights and moments",
-            rows=self.measure(device, say),
+            rows=self.measure(device, say, kept.rows),
             device=device,
             draw=draw,
         )
+        kept.delete()
         columns = ("encoding", "length", "way", "tokens_per_second", "speed", "mfu", "of_ceiling")
         print_rows(result, (*columns, "peak_mib"))
 
-    def measure(self, device: torch.device, report: Report) -> list[dict[str, Any]]:
+    def measure(
+        self, device: torch.device, report: Report, keep: Keep = fresh
+    ) -> list[dict[str, Any]]:
         """The rows of the result. Raises ValueError on bad options, or if RoPE does not fit."""
         at_least(self, repeats=1, threads=0, **dict.fromkeys(SIZES, 1))
         wanted = words("encodings", self.encodings, list(PRESETS))
@@ -127,7 +133,8 @@ class BenchmarkTraining:
         rows = []
         for way in ways:
             for length in lengths:
-                rows += self._rows(way, length, names, dtype, device, ceiling, report)
+                measure = partial(self._rows, way, length, names, dtype, device, ceiling, report)
+                rows += keep(f"{way}, {length} tokens", measure)
         return rows
 
     def _rows(

@@ -35,7 +35,14 @@ from path_attention.models.loading import (
     load_tokenizer,
     model_folder,
 )
-from path_attention.results import device_name, make_result, versions, write_result, write_whole
+from path_attention.results import (
+    device_name,
+    make_result,
+    read_kept,
+    versions,
+    write_result,
+    write_whole,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -354,12 +361,7 @@ class Partial:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            self.done: dict[str, list[list[float]]] = json.loads(path.read_text())
-        except FileNotFoundError:
-            self.done = {}
-        except ValueError as error:
-            raise ValueError(f"out: {path} is damaged ({error}); delete it") from error
+        self.done: dict[str, list[list[float]]] = read_kept(path)
 
     def get(self, key: str) -> list[list[float]] | None:
         return self.done.get(key)
