@@ -92,12 +92,13 @@ def options_of(words: list[str], capsys) -> str:
 
 def test_commands_name_options_that_there_are(capsys) -> None:
     known = options_of(["train", "pretrain_125m_path"], capsys)
-    for words in (["corpus", "build"], ["compare", "train"], ["benchmark", "training"]):
-        known += options_of(words, capsys)
+    for words in ("corpus build", "corpus texts", "compare train", "benchmark training"):
+        known += options_of(words.split(), capsys)
     launcher = {"--standalone", "--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint"}
     slurm = {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--time"}
     slurm |= {"--signal", "--requeue", "--open-mode", "--rdzv-id"}
-    named = set(re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", TEXT)) - launcher - slurm - {"--help"}
+    others = launcher | slurm | {"--help", "--no-deps"}
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", TEXT)) - others
     assert named and {name for name in named if name not in known} == set()
     recipes = set(re.findall(r"pretrain_\d+m_\w+|demo_\w+", TEXT))
     assert recipes and recipes <= set(RECIPES)
