@@ -26,6 +26,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -197,6 +198,16 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def put_in_place(partial: Path, folder: Path) -> None:
+    """Rename a finished folder; one that has the name waits beside it, then goes."""
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        os.rename(folder, old)
+    os.rename(partial, folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def read_kept(path: Path) -> dict[str, Any]:

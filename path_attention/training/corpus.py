@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from path_attention.results import put_in_place
 from path_attention.training import tokenizer as tokenizers
 from path_attention.training.lock import locked
 from path_attention.training.progress import progress_bar, say
@@ -278,7 +279,7 @@ def build(
         present = _present(out, fingerprint, overwrite)
         if present is None:
             _write(partial, recipe, documents, tokenizer, fingerprint, progress, processes)
-            _put_in_place(partial, out)
+            put_in_place(partial, out)
         elif progress:
             say(f"corpus: {out} is up to date")
     return TokenCorpus.open(out)
@@ -486,13 +487,3 @@ def summary(info: dict[str, Any]) -> str:
     if info["skipped"]:
         line += "; skipped: " + ", ".join(f"{n} {why}" for why, n in info["skipped"].items())
     return line
-
-
-def _put_in_place(partial: Path, out: Path) -> None:
-    if not out.exists():
-        os.rename(partial, out)
-        return
-    old = out.parent / f".{out.name}.old-{os.getpid()}"
-    os.rename(out, old)
-    os.rename(partial, out)
-    shutil.rmtree(old)

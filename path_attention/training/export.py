@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from path_attention.results import put_in_place
 from path_attention.training.checkpoint import find_damage
 from path_attention.training.corpus import TokenCorpus
 from path_attention.training.mixture import CorpusMixture
@@ -62,12 +63,7 @@ def export_model(
         logging.disable_progress_bar()
         whole.save_pretrained(partial)
         corpus.tokenizer().save_pretrained(partial)
-        old = folder.with_name(f".{folder.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():
-            os.rename(folder, old)
-        os.rename(partial, folder)
-        shutil.rmtree(old, ignore_errors=True)
+        put_in_place(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 
+from path_attention.results import put_in_place
 from path_attention.training.lock import locked
 from path_attention.training.progress import say
 
@@ -88,7 +89,7 @@ def write_package_texts(
     chosen = _choose(Path(packages))
     out = Path(out).resolve()
     digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path, _ in chosen}
-    record = {"format": FORMAT, "packages": digests}
+    record = json.dumps({"format": FORMAT, "packages": digests}, indent=1) + "\n"
     partial, old = (out.parent / f".{out.name}.{kind}" for kind in ("partial", "old"))
     out.parent.mkdir(parents=True, exist_ok=True)
     with locked(out.parent / f".{out.name}.lock"):
@@ -99,10 +100,8 @@ def write_package_texts(
         try:
             for path, texts_of in chosen:
                 _write(path, _read_texts(path, texts_of), partial)
-            (partial / RECORD).write_text(json.dumps(record, indent=1) + "\n")
-            if out.exists():
-                os.rename(out, old)
-            os.rename(partial, out)
+            (partial / RECORD).write_text(record)
+            put_in_place(partial, out)
         finally:
             _tidy(out, partial, old)
 
@@ -139,13 +138,13 @@ def _choose(folder: Path) -> list[tuple[Path, Callable[[Read], Texts]]]:
     return [(path, PACKAGES[kind]) for kind, path in found.items()]
 
 
-def _is_present(out: Path, record: dict, overwrite: bool) -> bool:
+def _is_present(out: Path, record: str, overwrite: bool) -> bool:
     """Whether `out` has these texts. Raises ValueError on anything else that can't go."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return False
     if not (out / RECORD).is_file():
         raise ValueError(f"out: expected a new folder, {out} holds something that is no such texts")
-    if (out / RECORD).read_text() == json.dumps(record, indent=1) + "\n":
+    if (out / RECORD).read_text() == record:
         return True
     if not overwrite:
         raise ValueError(
