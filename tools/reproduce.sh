@@ -120,12 +120,14 @@ group() {
 # everything but weights, corpora and locks, written whole
 keep() {
   [ -n "$KEEP" ] || return 0
-  tar --exclude=checkpoints --exclude='*.safetensors' --exclude='*.lock' --exclude=tokenizer.json -cJf runs/kept.partial \
-    "$TO" $(ls -d runs/extrapolation runs/language_models runs/tasks 2>/dev/null) 2>/dev/null
-  mkdir -p "$KEEP" && cp runs/kept.partial "$KEEP/.kept" && mv "$KEEP/.kept" "$KEEP/results.tar.xz"
+  mkdir -p "$KEEP"
+  tar --exclude=checkpoints --exclude='*.safetensors' --exclude='*.lock' --exclude=tokenizer.json -cJf "$KEEP/.kept" \
+    "$TO" $(ls -d runs/extrapolation runs/language_models runs/tasks 2>/dev/null)
+  [ $? -le 1 ] || { say "no copy in $KEEP: tar failed"; return 1; } # 1: a file grew meanwhile
+  mv "$KEEP/.kept" "$KEEP/results.tar.xz"
 }
 
-[ -n "$DRY" ] || mkdir -p "$TO/log"
+[ -n "$DRY" ] || mkdir -p runs "$TO/log"
 lanes=()
 for lane in "$@"; do
   (
@@ -142,5 +144,5 @@ fi
 code=0
 for lane in "${lanes[@]}"; do wait "$lane" || code=$?; done
 [ -n "${keeper:-}" ] && kill "$keeper" 2>/dev/null
-[ -n "$DRY" ] || keep
+[ -n "$DRY" ] || keep || code=1
 exit $code
