@@ -7,6 +7,7 @@ import importlib
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import tarfile
 import time
@@ -22,9 +23,11 @@ ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "tools" / "reproduce.sh"
 
 
-def reproduce(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def reproduce(
+    *words: str, script: Path = SCRIPT, **environment: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [str(SCRIPT), *words], capture_output=True, text=True, env={**os.environ, **environment}
+        [str(script), *words], capture_output=True, text=True, env={**os.environ, **environment}
     )
 
 
@@ -83,15 +86,18 @@ def test_stopped_it_goes_on_and_keeps_what_came(tmp_path: Path) -> None:
         'while [ "$1" != --out ]; do shift; done; echo "{}" > "$2.json"; echo > "$2.safetensors"\n'
     )
     program.chmod(0o755)
+    script = tmp_path / "project" / "tools" / "reproduce.sh"  # of a clone where nothing was run yet
+    script.parent.mkdir(parents=True)
+    shutil.copy2(SCRIPT, script)
     words = ["-t", str(tmp_path / "to"), "-k", str(tmp_path / "kept")]
     words += ["0:packed,decode,directions", "1:stages"]
     begun = time.monotonic()
-    reproduce("-s", "3", *words, PA=str(program))
+    reproduce("-s", "3", *words, script=script, PA=str(program))
     assert time.monotonic() - begun < 20
     first = sorted(line.split()[0] + line.split()[2] for line in calls.read_text().splitlines())
     assert first == ["0decode", "0packed", "1stages"]
     gate.touch()
-    assert reproduce(*words, PA=str(program)).returncode == 0
+    assert reproduce(*words, script=script, PA=str(program)).returncode == 0
     again = [line.split()[2] for line in calls.read_text().splitlines()[3:]]
     assert again == ["decode", "directions"]
     with tarfile.open(tmp_path / "kept" / "results.tar.xz") as kept:

@@ -121,10 +121,10 @@ group() {
 keep() {
   [ -n "$KEEP" ] || return 0
   mkdir -p "$KEEP"
-  tar --exclude=checkpoints --exclude='*.safetensors' --exclude='*.lock' --exclude=tokenizer.json -cJf "$KEEP/.kept" \
+  tar --exclude=checkpoints --exclude='*.safetensors' --exclude='*.lock' --exclude=tokenizer.json -cJf "$KEEP/.kept.$BASHPID" \
     "$TO" $(ls -d runs/extrapolation runs/language_models runs/tasks 2>/dev/null)
   [ $? -le 1 ] || { say "no copy in $KEEP: tar failed"; return 1; } # 1: a file grew meanwhile
-  mv "$KEEP/.kept" "$KEEP/results.tar.xz"
+  mv "$KEEP/.kept.$BASHPID" "$KEEP/results.tar.xz"
 }
 
 [ -n "$DRY" ] || mkdir -p runs "$TO/log"
@@ -145,4 +145,5 @@ code=0
 for lane in "${lanes[@]}"; do wait "$lane" || code=$?; done
 [ -n "${keeper:-}" ] && kill "$keeper" 2>/dev/null
 [ -n "$DRY" ] || keep || code=1
+[ -n "$KEEP" ] && rm -f "$KEEP"/.kept.* # of the one that was ended at work
 exit $code
