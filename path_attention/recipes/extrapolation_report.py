@@ -201,7 +201,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     shade = (
         f"mean of {seeds} seeds, shaded from the least to the greatest" if seeds > 1 else "one seed"
     )
-    figure.suptitle(f"How far encodings extrapolate ({shade}; stars: published)", fontsize=11)
+    stars = "; stars: published" if any(row["published"] for row in ratios) else ""
+    between = " " if len(parts) > 1 else "\n"  # one panel is too narrow for a line
+    figure.suptitle(f"How far encodings extrapolate{between}({shade}{stars})", fontsize=11)
     write_figure(figure, path)
 
 

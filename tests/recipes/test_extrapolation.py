@@ -212,3 +212,21 @@ def test_finished_runs_of_other_options_are_refused(done: TrainExtrapolation, mo
         with pytest.raises(ValueError, match=message):
             replace(done, **change).run()
     done.run()
+
+
+def test_the_title_of_one_panel_is_inside_the_figure(tmp_path: Path, monkeypatch) -> None:
+    drawn = []
+    monkeypatch.setattr(
+        extrapolation_report, "write_figure", lambda figure, _: drawn.append(figure)
+    )
+    rows = [
+        {"kind": "ratio", "part": "code", "model": "path", "title": "PaTH", "length": length,
+         "perplexity": 2.0, "ratio": 1.0, "low": 1.0, "high": 1.0, "published": None, "seeds": 2}
+        for length in (256, 512)
+    ]  # fmt: skip
+    extrapolation_report.draw(rows, tmp_path / "x.png")
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    box, title = figure.bbox, figure._suptitle.get_window_extent()
+    assert box.x0 <= title.x0 and title.x1 <= box.x1
+    assert "published" not in figure._suptitle.get_text()
