@@ -214,14 +214,18 @@ def test_finished_runs_of_other_options_are_refused(done: TrainExtrapolation, mo
     done.run()
 
 
-def test_the_title_of_one_panel_is_inside_the_figure(tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("published", [None, 1.6])
+def test_the_title_of_one_panel_is_inside_the_figure(
+    tmp_path: Path, monkeypatch, published: float | None
+) -> None:
     drawn = []
     monkeypatch.setattr(
         extrapolation_report, "write_figure", lambda figure, _: drawn.append(figure)
     )
     rows = [
         {"kind": "ratio", "part": "code", "model": "path", "title": "PaTH", "length": length,
-         "perplexity": 2.0, "ratio": 1.0, "low": 1.0, "high": 1.0, "published": None, "seeds": 2}
+         "perplexity": 2.0, "ratio": 1.0, "low": 1.0, "high": 1.0, "published": published,
+         "seeds": 2}
         for length in (256, 512)
     ]  # fmt: skip
     extrapolation_report.draw(rows, tmp_path / "x.png")
@@ -229,4 +233,4 @@ def test_the_title_of_one_panel_is_inside_the_figure(tmp_path: Path, monkeypatch
     figure.draw_without_rendering()
     box, title = figure.bbox, figure._suptitle.get_window_extent()
     assert box.x0 <= title.x0 and title.x1 <= box.x1
-    assert "published" not in figure._suptitle.get_text()
+    assert ("published" in figure._suptitle.get_text()) == (published is not None)
