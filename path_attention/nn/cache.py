@@ -6,6 +6,7 @@ of which the sealed part never changes, so it can be shared, forked, stored and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -37,6 +38,7 @@ from path_attention.ops.path import path_attention
 from path_attention.ops.transport import chunk_transport
 
 _MASK_AT_ONCE = 2**24  # elements of a mask that SDPA is given
+_LAID_AT_ONCE = 8192  # tokens, which are joined first
 _Self = TypeVar("_Self", bound="LayerCache")
 
 
@@ -274,7 +276,7 @@ class LayerCache(SealedUnits):
         now = KeyGroup(keys, tail["v"], decay=decay, valid=tail.get("valid"))
         return Past(tuple(groups), now, self._transition, total)
 
-    # --- Rows, and tensors of fixed size --------------------------------------------------------
+    # --- Rows -----------------------------------------------------------------------------------
 
     @property
     def has_padding(self) -> bool:
@@ -297,47 +299,68 @@ class LayerCache(SealedUnits):
         other._take_back(length)
         return other
 
-    def lay_into(self, state: DecodeState) -> None:
-        """Lay what was seen into an empty state of as many rows."""
-        at = 0
-        for n, group in enumerate(self.groups):
-            stop = at + group.count
-            tokens = {"keys": state.keys, "values": state.values, "decay": state.fade}
-            for name, to in tokens.items():
-                x = group.read_rows(name)
-                if x is not None and to is not None:
-                    to[:, :, at:stop] = x.transpose(1, 2)
-            valid = group.read_rows("valid")
-            if valid is not None and state.valid is not None:
-                state.valid[:, at:stop] = valid
-            if self.kind == "moved":
-                self._lay_tables(state, n, slice(at // self.unit, stop // self.unit))
-            at = stop
-        if self.kind == "moved" and self.tail.length:
-            tail = {name: self.tail[name] for name in self.tail.names() if name in INPUTS}
-            write_tokens(state, tail, at)
-        state.seen.fill_(self.seen)
 
-    def _lay_tables(self, state: DecodeState, n: int, units: slice) -> None:
-        group, last = self.groups[n], n == len(self.groups) - 1
-        suffix, fade = (
-            x if x is None or group.rows is None else x.index_select(0, group.rows)
-            for x in (group.suffix, group.fade)
-        )
-        if suffix is not None:
-            if not last and self._after is not None:
-                suffix = suffix @ self._after[:, n, None]
-            set_matrices(state, units, suffix)
-            transitions = group.read_units("transition", self.unit)
+def lay(caches: Sequence[LayerCache], state: DecodeState) -> None:
+    """Lay what caches have seen into an empty state, the rows of one behind those of another.
+
+    The caches grew alike: as many columns each, in groups of the same sizes.
+    """
+    first, at = caches[0], 0
+    for n, group in enumerate(first.groups):
+        groups = [cache.groups[n] for cache in caches]
+        tokens = {"keys": state.keys, "values": state.values, "decay": state.fade}
+        for start in range(0, group.count, _LAID_AT_ONCE):
+            some = slice(start, min(group.count, start + _LAID_AT_ONCE))
+            place = slice(at + some.start, at + some.stop)
+            for name, to in tokens.items():
+                x = _joined([g.read_rows(name, some) for g in groups])
+                if x is not None and to is not None:
+                    to[:, :, place] = x.transpose(1, 2)
+            valid = _joined([g.read_rows("valid", some) for g in groups])
+            if valid is not None and state.valid is not None:
+                state.valid[:, place] = valid
+        stop = at + group.count
+        if first.kind == "moved":
+            _lay_tables(caches, state, n, slice(at // first.unit, stop // first.unit))
+        at = stop
+    if first.kind == "moved" and first.tail.length:
+        names = [name for name in first.tail.names() if name in INPUTS]
+        tails = {name: _joined([cache.tail[name] for cache in caches]) for name in names}
+        write_tokens(state, {name: x for name, x in tails.items() if x is not None}, at)
+    state.seen.fill_(first.seen)
+
+
+def _lay_tables(caches: Sequence[LayerCache], state: DecodeState, n: int, units: slice) -> None:
+    groups, last = [cache.groups[n] for cache in caches], n == len(caches[0].groups) - 1
+    suffix, fade = (
+        _joined([_of_rows(getattr(g, name), g.rows) for g in groups]) for name in ("suffix", "fade")
+    )
+    after, after_fade = (
+        _joined([None if last or x is None else x[:, n] for x in tables])
+        for tables in ([cache._after for cache in caches], [cache._fade for cache in caches])
+    )
+    if suffix is not None:
+        set_matrices(state, units, suffix if after is None else suffix @ after[:, None])
+        if state.croppable:
+            transitions = _joined([g.read_units("transition", caches[0].unit) for g in groups])
             assert transitions is not None
             set_products(state, units, transitions)
-        if fade is not None and state.unit_fade is not None:
-            if not last and self._fade is not None:
-                fade = fade + self._fade[:, n, None]
-            state.unit_fade[:, units] = fade
-            forget = group.read_units("forget", self.unit)
+    if fade is not None and state.unit_fade is not None:
+        state.unit_fade[:, units] = fade if after_fade is None else fade + after_fade[:, None]
+        if state.croppable:
+            forget = _joined([g.read_units("forget", caches[0].unit) for g in groups])
             assert forget is not None
             set_forget(state, units, forget)
+
+
+def _of_rows(x: Tensor | None, rows: Tensor | None) -> Tensor | None:
+    return x if x is None or rows is None else x.index_select(0, rows)
+
+
+def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """One behind the other; None where there is none."""
+    known = [x for x in parts if x is not None]
+    return None if not known else known[0] if len(known) == 1 else torch.cat(known)
 
 
 def _as_constant(x: Tensor) -> Tensor:

@@ -88,9 +88,10 @@ class Group:
         buffer = self.storage.tokens.get(name)
         return None if buffer is None else buffer[:, : self.count]
 
-    def read_rows(self, name: str) -> Tensor | None:
-        """As `read`, of the rows of the batch."""
+    def read_rows(self, name: str, tokens: slice = slice(None)) -> Tensor | None:
+        """As `read`, of the rows of the batch; some of the tokens."""
         x = self.read(name)
+        x = x if x is None else x[:, tokens]
         return x if x is None or self.rows is None else x.index_select(0, self.rows)
 
     def read_units(self, name: str, size: int) -> Tensor | None:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from path_attention.nn.cache import LayerCache, constant, named_inputs
+from path_attention.nn.cache import LayerCache, constant, lay, named_inputs
 from path_attention.nn.cache_state import (
     INPUTS,
     past_of,
@@ -128,7 +128,7 @@ class StaticLayerCache(LayerCache):
             raise ValueError("cache: expected the softmax normalizer with a static cache")
         with lasting():
             state = self._make_for_past()
-            self.lay_into(state)
+            lay([self], state)
             lengths, self._kept_from = self._lengths, self.sealed
             self._allocate(state)
             self._settle_records()
@@ -217,31 +217,10 @@ class StaticLayerCache(LayerCache):
         state = self._make(k, v, heads, moves, decay is not None)
         return state._replace(valid=_all_valid(state)) if self.has_padding else state
 
-    def seat(self, row: int, source: LayerCache) -> None:
-        """Make a row what a cache of one row has seen, which stays as it is.
-
-        Rows then differ in length, which `seen` doesn't tell: the caller minds the room. Raises
-        ValueError where tokens can be taken back, on a source of several rows or with padding, and
-        on one that is too long.
-        """
-        if self.croppable:
-            raise ValueError(
-                "cache: expected one made with croppable=False to seat rows, got croppable=True"
-            )
-        rows = 1 if source.lengths is None else len(source.lengths)
-        if rows != 1 or source.has_padding or source.seen > self.room:
-            raise ValueError(
-                f"source: expected one row of at most {self.room} tokens without padding, got "
-                f"{rows} of {source.seen} columns"
-            )
-        state = self._settled
-        views = {name: x[row : row + 1] for name, x in state.tensors().items()}
-        with lasting():
-            for x in views.values():  # what another left is no number, if it failed
-                x.zero_()
-            source.lay_into(state._replace(**views))
-            for name, x in self.before.items():
-                x[row] = source.before[name][0] if name in source.before else 0
+    def lie_in(self, state: DecodeState, before: Buffers) -> None:
+        """Empty, and from now on in these tensors, of as many rows as there may be."""
+        self._allocate(state)
+        self.before, self.seen = before, 0
 
     def _hide(self, valid: Tensor | None) -> DecodeState:
         """The state, which minds padding from the first chunk with some on."""

@@ -17,6 +17,7 @@ from path_attention.models.cache import CACHE_NAME, layer_caches
 from path_attention.models.modeling import PathAttentionForCausalLM
 from path_attention.models.static_cache import StaticPathCache, StaticPathCacheLayer, StepGraph
 from path_attention.nn.cache_units import memory
+from path_attention.nn.seats import Seats
 from path_attention.serving.answer import Ticket
 from path_attention.serving.batched import BatchedEngine, Prompt, Row
 from path_attention.serving.request import Request
@@ -48,7 +49,10 @@ class Slots:
         self.cache = StaticPathCache(config, room, croppable=False)
         self.free = list(range(rows))
         self._steps = 0
-        self._ids = torch.zeros(rows, 1, dtype=torch.int64, device=model.device)
+        self._ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+        self._step_as_it_is()
+        self._seats = Seats(self._layers, rows)
+        self._ids = self._ids.repeat(rows, 1)
         self._step_as_it_is()
         self.room = self._layers[0].room
         self.unit = min(layer.unit for layer in self._layers)
@@ -56,7 +60,7 @@ class Slots:
         self._graph = None
         if model.device.type == "cuda":
             self._graph = StepGraph(model, self.cache, self._ids)
-        self._forget(self.free)
+        self._seats.forget(self.free)
 
     @property
     def _layers(self) -> list[StaticPathCacheLayer]:
@@ -70,25 +74,18 @@ class Slots:
     def seat(self, cache: Cache) -> int:
         """Copy a cache of one row to a free one, and say which."""
         row = self.free[0]
-        for layer, source in zip(self._layers, layer_caches(cache, len(cache.layers)), strict=True):
-            layer.seat(row, source)
+        self._seats.seat(row, layer_caches(cache, len(cache.layers)))
         return self.free.pop(0)  # at the end: it stays free if something fails
 
     def leave(self, row: int) -> None:
         """Give a row back."""
         self.free.append(row)
-        self._forget([row])
-
-    def _forget(self, rows: Sequence[int]) -> None:
-        for layer in self._layers:
-            layer.seen = 0  # rows have lengths of their own; the engine minds the room
-            if layer.state is not None and rows:
-                layer.state.seen[list(rows)] = 0
+        self._seats.forget([row])
 
     def step(self, tokens: dict[int, int]) -> Tensor:
         """Append a token to some rows; logits `[rows, V]` of all, until the next step."""
         self._steps += 1
-        self._forget(self.free if self._steps % _RESET_EVERY == 0 else [])
+        self._seats.forget(self.free if self._steps % _RESET_EVERY == 0 else [])
         at, ids = torch.tensor(list(tokens)), torch.tensor(list(tokens.values()))
         device = self._ids.device
         self._ids[at.to(device), 0] = ids.to(device)

@@ -13,8 +13,9 @@ from small_server import GREEDY, Asked, gauge, make_ids, make_model, wait_for
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from path_attention.models.cache import CACHE_NAME, layer_caches
-from path_attention.models.static_cache import StaticPathCache, StaticPathCacheLayer, steps_lack
+from path_attention.models.static_cache import StaticPathCache, steps_lack
 from path_attention.nn.cache_units import memory, storages
+from path_attention.nn.seats import Seats
 from path_attention.serving.answer import Answer, Ticket
 from path_attention.serving.batched import BatchedEngine
 from path_attention.serving.command import make_engine
@@ -73,6 +74,11 @@ def test_rows_are_as_if_alone(preset: str) -> None:
     walk(make_model(preset, num_hidden_layers=1, num_key_value_heads=1))
 
 
+@interpreted
+def test_rows_of_layers_that_are_not_alike() -> None:
+    walk(make_model("path_fox", num_hidden_layers=3, num_attention_heads=1, nope_layers=[1]))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("preset", ["path", "path_fox", "fox", "rope", "rotation_learned"])
 def test_rows_are_as_if_alone_under_graphs(preset: str) -> None:
@@ -109,7 +115,7 @@ def run(engine: SlotEngine, monkeypatch) -> None:
 @interpreted
 def test_a_row_stays_free_where_a_copy_fails(monkeypatch) -> None:
     slots = Slots(make_model("rope", num_hidden_layers=1), 2, 60)
-    monkeypatch.setattr(StaticPathCacheLayer, "seat", lambda *args: 1 / 0)
+    monkeypatch.setattr(Seats, "seat", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         slots.seat(prefill(slots.model, make_ids(3)))
     assert slots.free == [0, 1]
@@ -143,24 +149,50 @@ def test_a_row_is_taken_without_another_of_its_size() -> None:
     assert all(x[0].isfinite().all() for x in state.tensors().values())
 
 
+class Launches(TorchDispatchMode):
+    """How many operations ran that are no views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@interpreted
+def test_a_row_is_taken_in_all_layers_at_once() -> None:
+    """What is launched does not grow with their number, but for those of other sizes."""
+    counts = []
+    for layers, more in ((2, {}), (4, {}), (4, {"nope_layers": [1, 3]})):
+        model = make_model("path_fox", num_hidden_layers=layers, num_key_value_heads=1, **more)
+        slots, cache = Slots(model, 2, 200), prefill(model, make_ids(150))
+        with Launches() as launches:
+            slots.seat(cache)
+        counts.append(launches.count)
+    assert counts[0] == counts[1] < counts[2]
+
+
+@interpreted
 def test_seating_refuses_what_does_not_fit() -> None:
-    """Several rows, padding, too many tokens, and a cache that is to be cropped."""
+    """Several rows, padding, too many tokens, and caches that are to be cropped."""
     model = make_model("path", num_hidden_layers=1)
+    croppable = StaticPathCache(model.config, 300)
+    for cache in (croppable, StaticPathCache(model.config, 300, croppable=False)):
+        layers: Any = cache.layers
+        with pytest.raises(ValueError, match="settled" if cache is not croppable else "croppable"):
+            Seats(layers, 2)
     (source,) = layer_caches(prefill(model, make_ids(200)), 1)
-    for layer, match in (
-        (StaticPathCacheLayer(300), "croppable=False to seat rows, got croppable=True"),
-        (StaticPathCacheLayer(100, croppable=False), "at most 100 tokens .* got 1 of 200"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            layer.seat(0, source)
-    layer, mask = StaticPathCacheLayer(300, croppable=False), torch.ones(1, 9)
+    seats = Slots(model, 1, 100)._seats
+    with pytest.raises(ValueError, match=r"sources: .* at most 128 tokens .* got 1 of 200"):
+        seats.seat(0, [source])
+    mask = torch.ones(1, 9)
     mask[0, -2:] = 0
     with torch.no_grad():
         padded = model(torch.full((1, 9), 5), attention_mask=mask)[CACHE_NAME]
     source.select(torch.tensor([0, 0]))
     for given in (source, *layer_caches(padded, 1)):
-        with pytest.raises(ValueError, match="source: expected one row"):
-            layer.seat(0, given)
+        with pytest.raises(ValueError, match="sources: expected one row"):
+            seats.seat(0, [given])
 
 
 def admit(engine: SlotEngine, prompt: list[int], deliver=lambda piece: None) -> Ticket:
@@ -223,7 +255,8 @@ def test_rows_hold_nothing_to_take_back_with() -> None:
     state = layer.state
     more = [state.raw_k, state.raw_w, state.raw_beta, state.products[:, 1:]]
     more += [*layer._history.values(), *layer._borders.values()]
-    assert slots.bytes == memory([layer]) - sum(x.numel() * x.itemsize for x in more)
+    aligned = slots.bytes - memory([layer]) + sum(x.numel() * x.itemsize for x in more)
+    assert 0 <= aligned < 512 * (len(state.tensors()) + len(layer.before))
     assert not slots.cache.is_croppable
 
 
