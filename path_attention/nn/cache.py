@@ -31,7 +31,6 @@ from path_attention.ops.decode import (
     Past,
     decode_attention,
     decode_stick_breaking,
-    merge,
 )
 from path_attention.ops.linear import linear_attention
 from path_attention.ops.path import path_attention
@@ -119,8 +118,8 @@ class LayerCache(SealedUnits):
                 if "w" in raw:
                     q, *moved = chunk_transport(q, k, raw["w"], raw["beta"])
                 elapsed = None if gates is None else gates.cumsum(1)
-                part = decode_attention(q, past, scale=scale, elapsed=elapsed)
-                result = merge(out.to(part[0].dtype), lse.to(part[1].dtype), *part)[0].to(out.dtype)
+                own = out, lse
+                result = decode_attention(q, past, scale=scale, elapsed=elapsed, own=own)[0]
             self._advance(chunk, raw, k, moved)
         return out if result is None else constant(out, result)
 
@@ -138,9 +137,8 @@ class LayerCache(SealedUnits):
                 self._advance(chunk, {"k": k, "v": v}, k)
                 out = self._attend_all(q, scale)
             elif self.seen:
-                part, part_lse = decode_attention(q, self._past(), scale=scale)
-                own, lse = path_attention(q, k, v, scale=scale, return_lse=True)
-                out = merge(own.to(part.dtype), lse.to(part.dtype), part, part_lse)[0].to(q.dtype)
+                own = path_attention(q, k, v, scale=scale, return_lse=True)
+                out = decode_attention(q, self._past(), scale=scale, own=own)[0]
                 self._advance(chunk, {"k": k, "v": v}, k)
             else:
                 self._advance(chunk, {"k": k, "v": v}, k)

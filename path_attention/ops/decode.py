@@ -241,9 +241,10 @@ def decode_attention(
     *,
     scale: float,
     elapsed: Tensor | None = None,
+    own: tuple[Tensor, Tensor] | None = None,
     implementation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention of a chunk's queries to a past, without the chunk itself.
+    """Softmax attention of a chunk's queries to a past, and to the chunk itself if that is given.
 
         score(i, j) = scale · (suffix_u after_g P_tail q_i) · k̂_j
                     + elapsed_i + decay_tail + after_decay_g + unit_decay_u + decay_j
@@ -255,12 +256,14 @@ def decode_attention(
         past: keys of any dtype; HQ is a multiple of their H.
         scale: of the products, not of the gates.
         elapsed: Σ log_forget from the chunk's start to each query, `[B, T, HQ]`, or None.
+        own: the chunk's attention to itself, `[B, T, HQ, DV]`, and its log-sum-exp `[B, T, HQ]`, as
+            `path_attention` returns them: what comes out is of both.
         implementation: "torch" (any device) or "triton" (NVIDIA GPUs, not float64); None is
             "triton" on a GPU where it can run, else "torch".
 
     Returns:
-        out `[B, T, HQ, DV]` and its log-sum-exp `[B, T, HQ]`, in float32 (float64 for a float64 q).
-        Where a row has no key at all, zero and −∞.
+        out `[B, T, HQ, DV]` in own's dtype, or else as its log-sum-exp `[B, T, HQ]`: in float32
+        (float64 for a float64 q). Where a row has no key at all, zero and −∞.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     sources = [*past.groups, *([] if past.tail is None else [past.tail])]
@@ -270,7 +273,7 @@ def decode_attention(
     if _choose(implementation, q, sources[0].values) == "triton":
         from path_attention.ops.triton.decode import triton_decode
 
-        return triton_decode(q, past, scale, elapsed)
+        return triton_decode(q, past, scale, elapsed, own)
     out = q.new_zeros(B, T, HQ, sources[0].values.shape[3], dtype=dtype)
     lse = q.new_full((B, T, HQ), -torch.inf, dtype=dtype)
     q = q.to(dtype) * scale
@@ -283,7 +286,10 @@ def decode_attention(
         elapsed = elapsed + past.decay[:, None]
     for group in past.groups:
         out, lse = _attend_group(out, lse, q, group, elapsed)
-    return out, lse
+    if own is None:
+        return out, lse
+    out, lse = merge(own[0].to(dtype), own[1].to(dtype), out, lse)
+    return out.to(own[0].dtype), lse
 
 
 def _choose(implementation: str | None, q: Tensor, v: Tensor) -> str:

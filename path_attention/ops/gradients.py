@@ -50,12 +50,16 @@ def run(operator: Any, *inputs: Any) -> Any:
 
     The way through the dispatcher takes the host as long as several launches.
     """
+    return operator._init_fn(*inputs) if is_plain(*inputs) else operator(*inputs)
+
+
+def is_plain(*inputs: Any) -> bool:
+    """Whether nobody differentiates, compiles or watches what is computed of inputs."""
     tensors = [x for x in inputs if isinstance(x, Tensor)]
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    plain = not (wanted or torch.compiler.is_compiling() or is_watched())
-    if plain and all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors):
-        return operator._init_fn(*inputs)
-    return operator(*inputs)
+    if wanted or torch.compiler.is_compiling() or is_watched():
+        return False
+    return all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
 
 
 def is_watched() -> bool:

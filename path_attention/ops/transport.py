@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from path_attention.ops import blockwise as tree
 from path_attention.ops import ut_transform
 from path_attention.ops.arguments import has_kernels
+from path_attention.ops.gradients import is_plain
 from path_attention.ops.sequences import Group, Heads, gather, make_groups, scatter, to_heads
 
 
@@ -36,6 +37,10 @@ def chunk_transport(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tens
     if w.dim() == 5:
         w, beta = w.flatten(2, 3), beta.flatten(2, 3)
     with torch.autocast(q.device.type, enabled=False):
+        if _has_kernel(k) and is_plain(q, k, w, beta):  # which reads them as they are
+            from path_attention.ops.triton.transport import triton_transport
+
+            return triton_transport(q, k, w, beta)
         return _Transport.apply(*(x.to(dtype) for x in (q, k, w, beta)))
 
 

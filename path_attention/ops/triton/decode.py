@@ -143,7 +143,11 @@ class _Source(NamedTuple):
 
 
 def triton_decode(
-    q: Tensor, past: Past, scale: float, elapsed: Tensor | None
+    q: Tensor,
+    past: Past,
+    scale: float,
+    elapsed: Tensor | None,
+    own: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
     """Arguments as in `decode_attention`, validated there.
 
@@ -164,7 +168,7 @@ def triton_decode(
         for n, (source, t) in enumerate(zip(sources, tiles, strict=True)):
             exact = past.transition is None and q.dtype == source.group.keys.dtype
             _attend_group(rows, source, scale, t, resume=n > 0, exact=exact)
-        return _merge(rows, q.float())
+        return _merge(rows, q.float(), own)
 
 
 def _sources(q: Tensor, past: Past, elapsed: Tensor | None) -> Iterator[_Source]:
@@ -264,11 +268,14 @@ def parts_at_once(rows: Rows) -> int:
     return min(_MERGED, triton.next_power_of_2(rows.parts.shape[0]))
 
 
-def _merge(rows: Rows, q: Tensor) -> tuple[Tensor, Tensor]:
-    out, lse = make_outputs(rows, q)
+def _merge(
+    rows: Rows, q: Tensor, own: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    out, lse = make_outputs(rows, q if own is None else own[0])
+    more = (out, lse) if own is None else (own[0].contiguous(), own[1].float().contiguous())
     sizes = {n: rows.sizes[n] for n in ("H", "G", "DV", "DVP")}
     merge_kernel[(rows.B * rows.H, rows.count)](
-        rows.parts, rows.lses, out, lse, rows.parts.shape[0], rows.count, rows.T, **sizes,
-        BP=parts_at_once(rows), num_warps=4,
+        rows.parts, rows.lses, *more, out, lse, rows.parts.shape[0], rows.count, rows.T, **sizes,
+        BP=parts_at_once(rows), OWN=own is not None, num_warps=4,
     )  # fmt: skip
     return out, lse

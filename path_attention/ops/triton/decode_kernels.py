@@ -153,16 +153,20 @@ def units_kernel(
 
 @triton.jit
 def merge_row(
-    part_ptr, part_lse_ptr, out_ptr, lse_ptr, parts, step, at, o_row, o_v,
-    DV: tl.constexpr, DVP: tl.constexpr, BP: tl.constexpr,
+    part_ptr, part_lse_ptr, own_ptr, own_lse_ptr, out_ptr, lse_ptr, parts, step, at, o_row, o_v,
+    DV: tl.constexpr, DVP: tl.constexpr, BP: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of row `at` of `step` into row o_row."""
+    """Merge the parts of row `at` of `step` into row o_row; with OWN also what lies there of it."""
     o = tl.arange(0, BP)
     b_top = tl.full([BP], float("-inf"), tl.float32)
     for part in tl.range(0, parts, BP, num_stages=1):
         p_lse = part_lse_ptr + (part + o) * step + at
         b_top = tl.maximum(b_top, tl.load(p_lse, part + o < parts, other=float("-inf")))
     top = tl.max(b_top, 0)
+    own = float("-inf")
+    if OWN:
+        own = tl.load(own_lse_ptr + o_row) * LOG2_E
+        top = tl.maximum(top, own)
     finite = tl.where(top == float("-inf"), 0.0, top)
     b_sum = tl.zeros([BP], tl.float32)
     b_out = tl.zeros([DVP], tl.float32)
@@ -175,6 +179,11 @@ def merge_row(
         b_sum += b_weight
         b_out += tl.sum(b_part * b_weight[:, None], 0)
     total = tl.sum(b_sum, 0)
+    if OWN:
+        weight = tl.math.exp2(own - finite)
+        total += weight
+        b_own = tl.load(own_ptr + o_row * DV + o_v, o_v < DV, other=0.0)
+        b_out += weight * b_own.to(tl.float32)
     divisor = tl.where(total == 0, 1.0, total)
     b_out = b_out / divisor
     tl.store(out_ptr + o_row * DV + o_v, b_out.to(out_ptr.dtype.element_ty), o_v < DV)
@@ -184,13 +193,14 @@ def merge_row(
 
 @triton.jit(do_not_specialize=["parts", "rows", "T"])
 def merge_kernel(
-    part_ptr, part_lse_ptr, out_ptr, lse_ptr, parts, rows, T,
+    part_ptr, part_lse_ptr, own_ptr, own_lse_ptr, out_ptr, lse_ptr, parts, rows, T,
     H: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, BP: tl.constexpr,
+    OWN: tl.constexpr,
 ):  # fmt: skip
-    """One row of all parts, of one row and key head of the batch."""
+    """One row of all parts, of one row and key head of the batch; with OWN, one more of outputs."""
     i_bh, i_r = tl.program_id(0), tl.program_id(1)
     o_row = (((i_bh // H).to(tl.int64) * T + i_r // G) * H + i_bh % H) * G + i_r % G
     merge_row(
-        part_ptr, part_lse_ptr, out_ptr, lse_ptr, parts, tl.num_programs(0) * rows,
-        i_bh * rows + i_r, o_row, tl.arange(0, DVP), DV, DVP, BP,
+        part_ptr, part_lse_ptr, own_ptr, own_lse_ptr, out_ptr, lse_ptr, parts,
+        tl.num_programs(0) * rows, i_bh * rows + i_r, o_row, tl.arange(0, DVP), DV, DVP, BP, OWN,
     )  # fmt: skip

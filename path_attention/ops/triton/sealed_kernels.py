@@ -224,8 +224,9 @@ def finish_kernel(
     if i_z < rows:
         o_row = ((i_b.to(tl.int64) * T + i_z // G) * H + i_h) * G + i_z % G
         merge_row(
-            part_ptr, part_lse_ptr, out_ptr, lse_ptr, parts, tl.num_programs(1) * rows,
-            i_bh * rows + i_z, o_row, tl.arange(0, DVP), DV, DVP, BP,
+            part_ptr, part_lse_ptr, out_ptr, lse_ptr, out_ptr, lse_ptr, parts,
+            tl.num_programs(1) * rows, i_bh * rows + i_z, o_row, tl.arange(0, DVP), DV, DVP, BP,
+            False,
         )  # fmt: skip
         first = (i_h == 0) & (i_z == 0)
         tl.store(seen_ptr + i_b, seen, first)

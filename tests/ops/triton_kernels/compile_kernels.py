@@ -76,16 +76,17 @@ def prefill(D: int, encoding: str, dtype: torch.dtype) -> None:
     """A chunk of 512 tokens on top of a unit and a tail; what its tokens record."""
     q, k, v, w, beta, gate = encoded(encoding, 512, heads=(4, 2), size=(D, D))
     q, k, v = (y.to(dtype) for y in (q, k, v))
+    own = q.clone(), q[..., 0].float()
     suffix = transition = None
     if w is not None and beta is not None:
-        q, *_ = transport.triton_transport(q.float(), k.float(), w, beta)
+        q, *_ = transport.triton_transport(q, k, w, beta)
         transition = q.new_empty(1, 2, D, D)
         suffix = transition[:, None]
     total = None if gate is None else gate[:, 0]
     fade = None if total is None else total[:, None]
     unit = KeyGroup(k, v, suffix=suffix, decay=gate, unit_decay=fade, after=transition)
     tail = KeyGroup(k[:, :64], v[:, :64], decay=None if gate is None else gate[:, :64])
-    decode.triton_decode(q, Past((unit,), tail, transition, total), 0.1, gate)
+    decode.triton_decode(q, Past((unit,), tail, transition, total), 0.1, gate, own)
     state = DecodeState.make(k, v, 4, 1024, 512, moves=False, fades=False)
     kept = torch.empty(1, 2, D), torch.empty(1, state.ring_size, D), torch.empty(1, 2, 2, D)
     step.triton_record_step(state, kept[0], *kept, None)

@@ -104,6 +104,25 @@ def test_rows_by_reference_and_hidden_keys():
     check(make_past(rows=True, hidden=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_chunk_itself_joins_in(dtype):
+    """By its output, which may be of no key, and more of a weight than all others."""
+    own = torch.randn(2, 3, 4, 5).to(dtype), 20 * torch.randn(2, 3, 4)
+    own[1][0, 1] = -torch.inf
+    # bfloat16 results differ by a rounding where sums differ by less
+    check(make_past(), limit=1e-4 if dtype == torch.float32 else 2**-7, own=own)
+    past, q = make_past(units=(1,), tail=0), torch.randn(2, 3, 4, 12)
+    hidden = past.groups[0]._replace(valid=torch.zeros(2, 64, dtype=torch.bool))
+    for implementation in ("torch", "triton"):
+        common = {"scale": 1.0, "own": own, "implementation": implementation}
+        out, lse = decode_attention(q, Past((hidden,)), **common)
+        seen = own[1].isfinite()
+        assert out.dtype == dtype
+        torch.testing.assert_close(out[seen], own[0][seen], rtol=0, atol=1e-6)
+        torch.testing.assert_close(lse, own[1], rtol=1e-6, atol=0)
+        assert (out[~seen] == 0).all()
+
+
 def test_no_key_at_all_gives_nothing():
     past = make_past(units=(1,), tail=0, fades=False)
     hidden = past.groups[0]._replace(valid=torch.zeros(2, 64, dtype=torch.bool))

@@ -219,7 +219,8 @@ def test_decoding_over_groups(found):
     )
     tail = KeyGroup(k[:, 256:], v[:, 256:], decay=gate[:, 256:])
     past = Past((unit,), tail, matrices[:, 0], fades[:, 0])
-    decode.triton_decode(q[:, :3], past, 0.1, gate[:, :3])
+    own = q[:, :3].clone(), gate[:, :3]
+    decode.triton_decode(q[:, :3], past, 0.1, gate[:, :3], own)
     assert not found
 
 

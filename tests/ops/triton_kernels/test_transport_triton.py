@@ -98,6 +98,18 @@ def test_factors_of_a_token_as_the_cache_gives_them(monkeypatch, T):
 
 
 @pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("T", [20, 70])
+def test_inputs_of_16_bits_are_read_as_they_are(monkeypatch, T):
+    q, k, w, beta = make(T, (4, 2), 12)
+    rounded = [x.bfloat16() for x in (q, k)] + [w.half(), beta.bfloat16()]
+    monkeypatch.setattr("path_attention.ops.transport._has_kernel", lambda k: True)
+    with torch.no_grad():
+        got = chunk_transport(*rounded)
+    for x, same in zip(got, triton_transport(*(x.float() for x in rounded)), strict=True):
+        assert x.dtype == torch.float32 and torch.equal(x, same)
+
+
+@pytest.mark.usefixtures("interpreter")
 def test_rows_of_any_size():
     """Each keeps its own digits: rows of 1e-12 and 1e12 beside each other, and of zeros."""
     q, k, w, beta = make(80, (2, 1), 8)
