@@ -130,8 +130,9 @@ class SealedUnits:
                 transition = self._transition @ transition
             self._transition = transition
             self.tail.append({**new, "moved": k_end}, T)
-        real = torch.full((len(k),), T, device=k.device) if valid is None else valid.sum(1)
-        self.lengths = real if self.lengths is None else self.lengths + real
+        if self.lengths is None:
+            self.lengths = torch.zeros(len(k), dtype=torch.int64, device=k.device)
+        self.lengths = self.lengths + (T if valid is None else valid.sum(1))
         self.seen += T
 
     def _append_plain(self, tokens: Buffers) -> None:

@@ -20,10 +20,12 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[…, size]` in any floating dtype → the same shape and dtype."""
-        dtype = torch.promote_types(x.dtype, torch.float32)
+        weight, shape = self.weight, self.weight.shape
         with torch.autocast(x.device.type, enabled=False):
-            y = F.rms_norm(x.to(dtype), self.weight.shape, self.weight.to(dtype), self.eps)
-        return y.to(x.dtype)
+            if weight.dtype == x.dtype:  # of 16 bits too PyTorch takes float32 inside
+                return F.rms_norm(x, shape, weight, self.eps)
+            dtype = torch.promote_types(x.dtype, torch.float32)
+            return F.rms_norm(x.to(dtype), shape, weight.to(dtype), self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

@@ -80,7 +80,9 @@ class _Part:
         self.state = _rooms(self._like.tensors(), len(layers), rows)
         self.before = _rooms(layers[0].before, len(layers), rows)
         for n, layer in enumerate(layers):
-            state, before = ({name: x[n] for name, x in y.items()} for y in (self.state, self.before))
+            state, before = (
+                {name: x[n] for name, x in y.items()} for y in (self.state, self.before)
+            )
             layer.lie_in(self._like._replace(**state), before)
 
     def seat(self, row: int, sources: Sequence[LayerCache]) -> None:

@@ -103,29 +103,32 @@ def find_runs(folder: Path) -> list[Run]:
 
 
 def merge_part(runs: Sequence[Run], part: str, command: str) -> dict[str, Any]:
-    """Perplexity by length of the models that every seed has, over seeds (or of the one seed).
+    """Perplexity by length of each model over the seeds that it has: `seeds` of a row.
 
     Runs that went on over several commits have none.
     """
-    tables: dict[int, dict[str, dict[str, Any]]] = {}
+    results: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         path = run.folder / f"{part}.json"
         if path.exists():
-            tables.setdefault(run.seed, {})[run.model] = read_result(path)
-    shared = [name for name in tables[min(tables)] if all(name in t for t in tables.values())]
-    if not shared:
-        got = {seed: list(models) for seed, models in sorted(tables.items())}
-        raise ValueError(f"out: expected a model with {part}.json of every seed, got {got}")
-    commits = {results[name]["commit"] for results in tables.values() for name in shared}
-    commit = commits.pop() if len(commits) == 1 else None
-    seeds = []
-    for _, results in sorted(tables.items()):
-        mine = [results[name] for name in shared]
-        rows = [row for result in mine for row in result["rows"]]
-        seeds.append({**mine[0], "commit": commit, "rows": rows})
-    if len(seeds) > 1:
-        return merge_seeds(seeds, command)
-    return {**seeds[0], "what": f"Perplexity by length on held-out {part}", "command": command}
+            results.setdefault(run.model, []).append(read_result(path))
+    every = [result for mine in results.values() for result in mine]
+    commits = {result["commit"] for result in every}
+    head = {**every[0], "commit": commits.pop() if len(commits) == 1 else None}
+    rows = []
+    for mine in results.values():
+        alike = [{**result, "commit": head["commit"]} for result in mine]
+        merged = merge_seeds(alike, command) if len(mine) > 1 else alike[0]
+        rows += [{"seeds": 1, **row} for row in merged["rows"]]
+    most = max(map(len, results.values()))
+    what = f"Perplexity by length on held-out {part}"
+    if most > 1:
+        what += (
+            f", up to {most} training seeds a model (seeds): mean, standard deviation (std), least "
+            "(low) and greatest (high) seed; the same targets at every length, and growth since "
+            "the shortest"
+        )
+    return {**head, "what": what, "command": command, "rows": rows}
 
 
 def loss_rows(runs: Sequence[Run]) -> list[Row]:

@@ -20,6 +20,7 @@ from path_attention.nn.cache_units import memory
 from path_attention.nn.seats import Seats
 from path_attention.serving.answer import Ticket
 from path_attention.serving.batched import BatchedEngine, Prompt, Row
+from path_attention.serving.memory import reserve
 from path_attention.serving.request import Request
 from path_attention.serving.settings import Settings
 from path_attention.serving.together import read_together, suit
@@ -123,6 +124,7 @@ class SlotEngine(BatchedEngine):
         self._unkept: list[Prompt] = []  # read, but not yet among the prefixes
         if model.device.type == "cuda":
             read_every_kind(model)
+            reserve(longest + settings.prefix_bytes, model.device)
 
     def _reading(self, tokens: int) -> int:
         """Bytes of a prompt's cache while it is read."""

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from path_attention.models.loading import load_model
 from path_attention.recipes import compare_command
 from path_attention.recipes.compare_command import CompareModels
-from path_attention.recipes.compare_report import ReportModels
+from path_attention.recipes.compare_report import ReportModels, find_runs, merge_part
 from path_attention.recipes.language_models import COMPARED, Budget, compared_model, milestones
 from path_attention.results import make_result, read_result, write_result, write_whole
 from path_attention.training import loop
@@ -139,19 +139,22 @@ def test_the_report_is_over_seeds(done: CompareModels, tmp_path: Path, capsys) -
         ReportModels(out=tmp_path, to=tmp_path / "x").run()
 
 
-def test_a_report_says_in_a_line_what_it_cannot_merge(tmp_path: Path) -> None:
-    """Which models each seed has, not all that was measured of them; which folder is no run."""
-    row = {"by": "length", "model": "a", "length": 32, "perplexity": 2.0}
-    for run in ("path_seed0", "rope_seed1"):
+def test_each_model_is_merged_over_the_seeds_that_it_has(tmp_path: Path) -> None:
+    """None is left out where another has more; a folder that is no run is told."""
+    shared = dict.fromkeys(("training_length", "dtype", "data", "tokens", "windows", "documents"))
+    row = {"by": "length", "length": 32, "growth": 1.0, **shared}
+    for run, perplexity in (("path_seed0", 2.0), ("path_seed1", 4.0), ("rope_seed1", 5.0)):
         write_whole(tmp_path / run / "card.json", "{}")
-        result = make_result(what="perplexity", rows=[row], command="compare")
+        rows = [{**row, "model": run[:4], "perplexity": perplexity}]
+        result = make_result(what="perplexity", rows=rows, command="compare")
         write_result(tmp_path / run / "code.json", result)
-    options = ReportModels(out=tmp_path, to=tmp_path / "x")
-    with pytest.raises(ValueError, match=r"of every seed, got \{0: \['path'\], 1: \['rope'\]\}$"):
-        options.run()
+    merged = merge_part(find_runs(tmp_path), "code", "report")
+    assert merged["command"] == "report"
+    found = {row["model"]: (row["seeds"], row["perplexity"]) for row in merged["rows"]}
+    assert found == {"rope": (1, 5.0), "path": (2, 3.0)}
     write_whole(tmp_path / "path_seed0.bak" / "card.json", "{}")
     with pytest.raises(ValueError, match="out: expected folders named MODEL_seedN, got .*bak$"):
-        options.run()
+        find_runs(tmp_path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

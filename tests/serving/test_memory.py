@@ -10,10 +10,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from small_server import Asked, gauge, make_ids, serve, wait_for
 
 from path_attention.serving import engine as engine_module
-from path_attention.serving.memory import give_back
+from path_attention.serving.memory import give_back, reserve
 
 STATM = Path("/proc/self/statm")
 pytestmark = pytest.mark.skipif(not STATM.exists(), reason="nobody tells resident memory")
@@ -116,3 +117,23 @@ def test_requests_are_gone_before_garbage_is_sought(make, monkeypatch) -> None:
             wait_for(lambda: len(seen) == 3 and not any(ref() for ref in seen))
         finally:
             gc.enable()
+
+
+@pytest.mark.gpu
+def test_what_is_reserved_is_there_without_the_driver() -> None:
+    """For large and small tensors; freed memory of before is out of the way."""
+    torch.cuda.empty_cache()
+    device = torch.device("cuda")
+    reserve(2**30, device)
+    before = torch.cuda.memory_stats()["num_device_alloc"]
+    held = [torch.empty(2**n, dtype=torch.uint8, device=device) for n in [18] * 80 + [24] * 50]
+    assert torch.cuda.memory_stats()["num_device_alloc"] == before and len(held) == 130
+
+
+def test_more_than_there_is_cannot_be_reserved(monkeypatch) -> None:
+    def empty(*args, **options):
+        raise torch.OutOfMemoryError("of a GPU")
+
+    monkeypatch.setattr(torch, "empty", empty)
+    with pytest.raises(ValueError, match=r"prefix_bytes: expected .* no 1000 bytes"):
+        reserve(1000, torch.device("cpu"))

@@ -268,9 +268,7 @@ def parts_at_once(rows: Rows) -> int:
     return min(_MERGED, triton.next_power_of_2(rows.parts.shape[0]))
 
 
-def _merge(
-    rows: Rows, q: Tensor, own: tuple[Tensor, Tensor] | None
-) -> tuple[Tensor, Tensor]:
+def _merge(rows: Rows, q: Tensor, own: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
     out, lse = make_outputs(rows, q if own is None else own[0])
     more = (out, lse) if own is None else (own[0].contiguous(), own[1].float().contiguous())
     sizes = {n: rows.sizes[n] for n in ("H", "G", "DV", "DVP")}
