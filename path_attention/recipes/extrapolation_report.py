@@ -165,9 +165,10 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     from matplotlib.figure import Figure
 
     parts = list(dict.fromkeys(row["part"] for row in rows))
-    figure = Figure(figsize=(6.2 * len(parts) + 1.5, 5), layout="constrained", dpi=130)
+    figure = Figure(figsize=(5.2 * len(parts) + 3.5, 5), layout="constrained", dpi=130)
     panels = figure.subplots(1, len(parts), sharey=True, squeeze=False)[0]
     ratios = [row for row in rows if row["kind"] == "ratio"]
+    most = max(row["seeds"] for row in ratios)
     order = list(dict.fromkeys(row["model"] for row in ratios))
     for axes, part in zip(panels, parts, strict=True):
         for n, model in enumerate(order):
@@ -179,8 +180,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             at, low, high = ([row[c] for row in mine] for c in ("length", "low", "high"))
             axes.plot(
                 at, [row["ratio"] for row in mine], style, color=colour,
-                label=plain_label(mine[0]["title"]), marker=_MARKERS[n % 7], markersize=4,
-                linewidth=1.3,
+                label=plain_label(_title(mine[0], most)), marker=_MARKERS[n % 7], markersize=4,
+                linewidth=1.3, markerfacecolor=colour if n < 7 else "white",
             )  # fmt: skip
             if None not in low:
                 axes.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
@@ -194,12 +195,12 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         axes.axhline(1, color="0.7", linewidth=0.8, zorder=0)
         axes.set(xlabel="tokens of context", title=plain_label(part))
         finish(axes)
-    for axes in panels[1:]:
         axes.get_legend().remove()
+    lines, names = panels[0].get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside right center", frameon=False, fontsize=8)  # clear of lines
     panels[0].set_ylabel("perplexity over that at the training length")
-    seeds = ratios[0]["seeds"]
     shade = (
-        f"mean of {seeds} seeds, shaded from the least to the greatest" if seeds > 1 else "one seed"
+        f"mean of {most} seeds, shaded from the least to the greatest" if most > 1 else "one seed"
     )
     stars = "; stars: published" if any(row["published"] for row in ratios) else ""
     between = " " if len(parts) > 1 else "\n"  # one panel is too narrow for a line
@@ -207,9 +208,16 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     write_figure(figure, path)
 
 
+def _title(row: Mapping[str, Any], most: int) -> str:
+    """A model's title, and of how many seeds it is where others have more."""
+    few = row["seeds"]
+    return row["title"] if few == most else f"{row['title']} ({few} seed{'s' * (few > 1)})"
+
+
 def table(rows: Sequence[Row]) -> str:
     """Markdown: each part's ratios by length with the published ones behind, and verdicts."""
     lines: list[str] = []
+    most = max(row["seeds"] for row in rows if row["kind"] == "ratio")
     for part in dict.fromkeys(row["part"] for row in rows):
         mine = [row for row in rows if row["part"] == part]
         lengths = sorted({row["length"] for row in mine if row["kind"] == "ratio"})
@@ -218,7 +226,8 @@ def table(rows: Sequence[Row]) -> str:
         lines += _markdown([*head, "holds to", "half by bound", "half by gap"])
         for verdict in (row for row in mine if row["kind"] == "verdict"):
             own = {r["length"]: r for r in mine if r["kind"] == "ratio" and _same(r, verdict)}
-            cells = [f"**{verdict['title']}**" if verdict["best"] else verdict["title"]]
+            title = _title(own[lengths[0]], most)
+            cells = [f"**{title}**" if verdict["best"] else title]
             cells.append(f"{verdict['shortest']:.2f}")
             cells += [_ratio(own[n]) for n in lengths[1:]]
             cells += [_length(verdict[n]) for n in ("holds_to", "half_by_bound", "half_by_gap")]
