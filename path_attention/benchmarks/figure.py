@@ -76,7 +76,7 @@ def draw(result: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
 
 def draw_bars(panels: Sequence[Panel], title: str, path: str | os.PathLike[str]) -> None:
-    """Draw panels of grouped bars side by side as a PNG, with a line at 1."""
+    """Draw panels of grouped bars side by side as a PNG, with a line at 1 where bars are near it."""
     series = list(dict.fromkeys(name for panel in panels for name, _ in panel.bars))
     widths = [len({category for _, category in panel.bars}) + 1 for panel in panels]
     figure = Figure(figsize=(max(8.0, 0.5 * sum(widths)), 5), layout="constrained", dpi=150)
@@ -95,7 +95,9 @@ def draw_bars(panels: Sequence[Panel], title: str, path: str | os.PathLike[str])
             for place, value in zip(places, values, strict=True):
                 if value == math.inf:
                     axes.text(place, 1, "∞", color=colour, ha="center", va="bottom")
-        axes.axhline(1, color="0.3", linewidth=0.8, linestyle=":")
+        known = [v for v in panel.bars.values() if v is not None]
+        if not known or min(known) / 2 <= 1 <= 2 * max(known):
+            axes.axhline(1, color="0.3", linewidth=0.8, linestyle=":")
         if panel.logarithmic:
             axes.set_yscale("log")
         axes.set_xticks(range(len(categories)), categories, fontsize=7, rotation=45, ha="right")
@@ -107,9 +109,11 @@ def draw_bars(panels: Sequence[Panel], title: str, path: str | os.PathLike[str])
         for axes in all_axes
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
+    entry = 0.5 + 0.065 * max(map(len, handles), default=1)  # inches
     figure.legend(
-        handles.values(), handles, frameon=False, fontsize=8, loc="outside lower center", ncols=6
-    )
+        handles.values(), handles, frameon=False, fontsize=8, loc="outside lower center",
+        ncols=max(1, min(6, int(figure.get_figwidth() / entry))),
+    )  # fmt: skip
     figure.suptitle(title, fontsize=10)
     write_figure(figure, path)
 

@@ -365,11 +365,11 @@ def _draw(result: Mapping[str, Any], path: Any) -> None:
         found = {}
         for row in result["rows"]:
             series = f"{row['engine']} {row['encoding']}{'' if row['reuse'] else ', no reuse'}"
-            found[series, str(row["concurrency"])] = row[name]
+            found[series, f"{row['concurrency']} at once"] = row[name]
         return found
 
     panels = [
         Panel("output", "tokens a second", bars("tokens_per_second"), logarithmic=True),
         Panel("first token", "milliseconds, median", bars("first_token_ms"), logarithmic=True),
     ]
-    draw_bars(panels, f"{result['device']}: requests at once", path)
+    draw_bars(panels, f"{result['device']}: requests that come at once", path)

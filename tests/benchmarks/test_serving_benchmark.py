@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from path_attention.benchmarks import serving, serving_load
+from path_attention.benchmarks import figure, serving, serving_load
 from path_attention.benchmarks.serving import BenchmarkServing
 from path_attention.benchmarks.serving_load import (
     BenchmarkServingLoad,
@@ -94,3 +94,18 @@ def test_a_gap_is_that_of_the_first_other_token() -> None:
     gap = float((logprobs[6] - logprobs[8]).abs())
     assert _largest_gap(model, [(case, [5, 8, 9])]) == pytest.approx(gap, rel=1e-2)
     assert _largest_gap(model, Tally().different) is None
+
+
+def test_the_legend_is_inside_the_figure(tmp_path, monkeypatch) -> None:
+    """However long the names; a line at 1 would say nothing of tokens a second."""
+    drawn = []
+    monkeypatch.setattr(figure, "write_figure", lambda made, _: drawn.append(made))
+    for shown in (40.0, 1.2):
+        bars = {(f"{n}, a name of {'many ' * n}words", "8"): shown for n in range(2, 8)}
+        figure.draw_bars([figure.Panel("output", "tokens a second", bars)], "title", tmp_path / "x")
+    for made, lines in zip(drawn, (0, 1), strict=True):
+        made.draw_without_rendering()
+        (legend,), box = made.legends, made.bbox
+        shape = legend.get_window_extent()
+        assert box.x0 <= shape.x0 and shape.x1 <= box.x1 and shape.y0 >= box.y0
+        assert len(made.axes[0].lines) == lines
