@@ -28,7 +28,7 @@ class Seats:
     def __init__(self, layers: Sequence[StaticLayerCache], rows: int) -> None:
         """Give layers that have settled with one row so many rows, all of them empty.
 
-        Raises ValueError where tokens can be taken back.
+        Raises ValueError on caches whose tokens can be taken back, or that have not settled.
         """
         for layer in layers:
             if layer.croppable:

@@ -218,7 +218,7 @@ class StaticLayerCache(LayerCache):
         return state._replace(valid=_all_valid(state)) if self.has_padding else state
 
     def lie_in(self, state: DecodeState, before: Buffers) -> None:
-        """Empty, and from now on in these tensors, of as many rows as there may be."""
+        """Be empty, and from now on lie in these tensors, whose rows are those of the batch."""
         self._allocate(state)
         self.before, self.seen = before, 0
 
