@@ -86,7 +86,8 @@ group() {
       ;;
     peers) bench operator operator_peers "--tokens 4096,16384,32768 $heads64 --encodings path,path_fox,fox,nope --repeats 2" ;;
     packed) bench packed packed "--candidates flash_varlen,triton --repeats 3" ;;
-    decode | generation | serving | training | conversion) bench "$1" "$1" "" ;;
+    decode | generation | training | conversion) bench "$1" "$1" "" ;;
+    serving) bench serving serving "--rounds 1" ;;
     stages) bench stages operator_stages "" ;;
     stick_breaking | encodings) bench "$1" "$1" "--repeats 3" ;;
     directions) bench directions directions "" ;;
