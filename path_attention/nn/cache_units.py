@@ -307,23 +307,28 @@ class SealedUnits:
         self._fade = torch.stack(fade[-2::-2], 1) if fade else None
 
     def _cut_tail(self, length: int) -> None:
-        """Drop all but the first columns of the tail."""
-        tail, self.seen = self.tail, self.sealed + length
-        tail.length = length
+        """Drop all but the first columns of the tail; where none are left, all that it held."""
+        self.seen = self.sealed + length
+        if not length:
+            self.tail = Tail()
+        self.tail.length = length
         if self.kind == "plain":
             self._cut_groups(self.seen)
-        valid = tail.get("valid")
+        valid = self.tail.get("valid")
         for name, count in self._counts.items():
-            values, states = tail.get(f"record.{name}"), self._borders.get(name)
+            values, states = self.tail.get(f"record.{name}"), self._borders.get(name)
             last = None if states is None else states[:, -1]
             if values is not None:
                 last = last_records(values, count, last, valid)
             if last is not None:
                 self.before[name] = last
         if self.lengths is not None:
-            real = torch.full_like(self.lengths, length) if valid is None else valid.sum(1)
             last = self._border_lengths
-            self.lengths = real if last is None or not last.shape[1] else real + last[:, -1]
+            start = None if last is None or not last.shape[1] else last[:, -1]
+            if length or start is None:
+                real = length if valid is None else valid.sum(1)
+                start = (torch.zeros_like(self.lengths) if start is None else start) + real
+            self.lengths = start
         if self._states is not None:
             start = self._states[0]
             now = self._state_after(length) if length or start is None else start

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from path_attention.models import PRESETS, PrefixStore, prefix_store
@@ -162,6 +165,31 @@ def test_a_border_that_is_found_again_costs_a_fork(make_model, monkeypatch) -> N
     tight.max_bytes = tight.bytes
     assert tight.get(rows[1]) is not None
     assert len(tight) == 1 and tight.bytes == tight.max_bytes  # nothing goes for it
+
+
+class Launches(TorchDispatchMode):
+    """How many operations ran that are no views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("preset", ["path_fox", "rotation_learned"])
+def test_what_is_kept_is_made_of_nothing_and_holds_no_tail(make_model, preset: str) -> None:
+    model, ids = make_model(preset), make_ids(300)
+    with torch.no_grad():
+        cache = model(ids)[CACHE_NAME]
+        store = PrefixStore(model)
+        with Launches() as launches:
+            assert store.put(ids, cache) in (128, 192, 256)
+    assert launches.count == 0
+    (entry,) = store._entries.values()
+    assert entry.cache is not None
+    for kept, own in zip(layer_caches(entry.cache, 2), layer_caches(cache, 2), strict=True):
+        assert not kept.tail.buffers and own.tail.buffers
 
 
 def test_other_weights_find_nothing(make_model, tmp_path) -> None:
