@@ -76,7 +76,7 @@ def draw(result: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
 
 def draw_bars(panels: Sequence[Panel], title: str, path: str | os.PathLike[str]) -> None:
-    """Draw panels of grouped bars side by side as a PNG, with a line at 1 where bars are near it."""
+    """Draw panels of grouped bars side by side as a PNG; a line at 1 where bars are near it."""
     series = list(dict.fromkeys(name for panel in panels for name, _ in panel.bars))
     widths = [len({category for _, category in panel.bars}) + 1 for panel in panels]
     figure = Figure(figsize=(max(8.0, 0.5 * sum(widths)), 5), layout="constrained", dpi=150)
