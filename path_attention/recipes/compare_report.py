@@ -105,7 +105,8 @@ def find_runs(folder: Path) -> list[Run]:
 def merge_part(runs: Sequence[Run], part: str, command: str) -> dict[str, Any]:
     """Perplexity by length of each model over the seeds that it has: `seeds` of a row.
 
-    Runs that went on over several commits have none.
+    Runs that went on over several commits have none. Raises ValueError on several devices or
+    versions.
     """
     results: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
@@ -113,6 +114,10 @@ def merge_part(runs: Sequence[Run], part: str, command: str) -> dict[str, Any]:
         if path.exists():
             results.setdefault(run.model, []).append(read_result(path))
     every = [result for mine in results.values() for result in mine]
+    for key in ("device", "versions"):
+        if any(result[key] != every[0][key] for result in every):
+            found = {str(result[key]) for result in every}
+            raise ValueError(f"out: expected the same {key} in all {part}.json, got {found}")
     commits = {result["commit"] for result in every}
     head = {**every[0], "commit": commits.pop() if len(commits) == 1 else None}
     rows = []

@@ -197,9 +197,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         finish(axes)
         axes.get_legend().remove()
     lines, names = panels[0].get_legend_handles_labels()
-    figure.legend(
-        lines, names, loc="outside right center", frameon=False, fontsize=8
-    )  # clear of lines
+    figure.legend(lines, names, loc="outside right center", frameon=False, fontsize=8)
     panels[0].set_ylabel("perplexity over that at the training length")
     shade = (
         f"mean of {most} seeds, shaded from the least to the greatest" if most > 1 else "one seed"

@@ -152,6 +152,10 @@ def test_each_model_is_merged_over_the_seeds_that_it_has(tmp_path: Path) -> None
     assert merged["command"] == "report"
     found = {row["model"]: (row["seeds"], row["perplexity"]) for row in merged["rows"]}
     assert found == {"rope": (1, 5.0), "path": (2, 3.0)}
+    other = {**read_result(tmp_path / "rope_seed1" / "code.json"), "device": "another"}
+    write_result(tmp_path / "rope_seed1" / "code.json", other)
+    with pytest.raises(ValueError, match=r"out: expected the same device in all code\.json, got"):
+        merge_part(find_runs(tmp_path), "code", "report")
     write_whole(tmp_path / "path_seed0.bak" / "card.json", "{}")
     with pytest.raises(ValueError, match="out: expected folders named MODEL_seedN, got .*bak$"):
         find_runs(tmp_path)
