@@ -146,11 +146,11 @@ def curve(
         axes.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
 
 
-def finish(axes: Axes) -> None:
+def finish(axes: Axes, *, legend: bool = True) -> None:
     axes.grid(color="0.92", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.title.set_fontsize(9)
-    if axes.get_legend_handles_labels()[0]:
+    if legend and axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize=7)
 
 

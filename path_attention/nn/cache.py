@@ -331,7 +331,8 @@ def lay(caches: Sequence[LayerCache], state: DecodeState) -> None:
 def _lay_tables(caches: Sequence[LayerCache], state: DecodeState, n: int, units: slice) -> None:
     groups, last = [cache.groups[n] for cache in caches], n == len(caches[0].groups) - 1
     suffix, fade = (
-        _joined([_of_rows(getattr(g, name), g.rows) for g in groups]) for name in ("suffix", "fade")
+        _joined([None if x is None else g.of_batch(x) for g, x in tables])
+        for tables in ([(g, g.suffix) for g in groups], [(g, g.fade) for g in groups])
     )
     after, after_fade = (
         _joined([None if last or x is None else x[:, n] for x in tables])
@@ -349,10 +350,6 @@ def _lay_tables(caches: Sequence[LayerCache], state: DecodeState, n: int, units:
             forget = _joined([g.read_units("forget", caches[0].unit) for g in groups])
             assert forget is not None
             set_forget(state, units, forget)
-
-
-def _of_rows(x: Tensor | None, rows: Tensor | None) -> Tensor | None:
-    return x if x is None or rows is None else x.index_select(0, rows)
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:

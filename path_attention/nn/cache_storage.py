@@ -91,14 +91,16 @@ class Group:
     def read_rows(self, name: str, tokens: slice = slice(None)) -> Tensor | None:
         """As `read`, of the rows of the batch; some of the tokens."""
         x = self.read(name)
-        x = x if x is None else x[:, tokens]
-        return x if x is None or self.rows is None else x.index_select(0, self.rows)
+        return None if x is None else self.of_batch(x[:, tokens])
 
     def read_units(self, name: str, size: int) -> Tensor | None:
         """The units' buffer of this name, `[B, count / size, …]`, of the rows of the batch."""
         if name not in self.storage.units:
             return None
-        x = self.storage.units[name][:, : self.count // size]
+        return self.of_batch(self.storage.units[name][:, : self.count // size])
+
+    def of_batch(self, x: Tensor) -> Tensor:
+        """What has a row for each stored one, `[R, …]`, of the rows of the batch."""
         return x if self.rows is None else x.index_select(0, self.rows)
 
     def select(self, rows: Tensor, copy: bool) -> Group:

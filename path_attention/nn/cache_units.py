@@ -294,12 +294,12 @@ class SealedUnits:
             stored, held = group.storage.units, group.count // self.unit
             if "transition" in stored:
                 group.suffix, total = products_behind(stored["transition"][:, :held])
-                total = total if group.rows is None else total.index_select(0, group.rows)
+                total = group.of_batch(total)
                 after.append(after[-1] if after else identity(total))
                 after.append(total @ after[-1])
             if "forget" in stored:
                 group.fade, total = sums_behind(stored["forget"][:, :held])
-                total = total if group.rows is None else total.index_select(0, group.rows)
+                total = group.of_batch(total)
                 fade.append(fade[-1] if fade else torch.zeros_like(total))
                 fade.append(total + fade[-1])
         # Every second one is what lies behind a group, the others also count the group itself.

